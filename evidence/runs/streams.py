@@ -40,10 +40,12 @@ import record  # noqa: E402
 from linbias._run.files import write_whole  # noqa: E402
 from linbias.data.corpus import load_corpus  # noqa: E402
 from linbias.models.decoder.cache import use_growing_layers  # noqa: E402
-from linbias.models.decoder.places import Places  # noqa: E402
+from linbias.models.decoder.layout import TokenLayout  # noqa: E402
 from linbias.models.loading import load  # noqa: E402
-from linbias.models.window_cache.cache import WindowCache, WindowLayer  # noqa: E402
-from linbias.models.window_cache.reach import _Questions, weights_windows  # noqa: E402
+from linbias.models.window_cache.cache import WindowCache  # noqa: E402
+from linbias.models.window_cache.certificate import Settings  # noqa: E402
+from linbias.models.window_cache.layer import WindowLayer  # noqa: E402
+from linbias.models.window_cache.reach import _Questions, reach_of_weights  # noqa: E402
 from markers import fill  # noqa: E402
 from test_streams import worst_input  # noqa: E402
 
@@ -54,8 +56,8 @@ Record = dict[str, Any]
 
 def windows(model: Any, ids: Tensor) -> Record:
     start = time.perf_counter()
-    found = weights_windows(model)
-    seconds, kept = time.perf_counter() - start, found.windows(TOLERANCE)
+    found = reach_of_weights(model)
+    seconds, kept = time.perf_counter() - start, found.of_heads(TOLERANCE)
     asked, shares = _Questions(model), []
     for index in range(1, asked.num_layers):  # the first is asked about every pair of tokens
         layer = asked.layer(index)
@@ -230,8 +232,8 @@ class Watched(WindowLayer):
 
     def _remember(self, rows: Any, bound: Tensor | None) -> None:
         if bound is not None:
-            oldest = [self.seen - n for n in self.counts]
-            self.seen_rows.append((rows.start, len(rows), bound.clone(), oldest))
+            oldest = [self.seen - n for n in self.pool.counts]
+            self.seen_rows.append((rows.start, rows.q.shape[2], bound.clone(), oldest))
         super()._remember(rows, bound)
 
 
@@ -267,16 +269,16 @@ def attack(rows_wanted: int) -> Record:
         T, D, H = int(rng.integers(1200, 2600)), int(rng.choice([8, 32])), G * sharing
         q, k = hostile(kind, rng, B, H, G, T, D)
         slopes = torch.from_numpy(2.0 ** -rng.uniform(1, 10, size=H))
-        layer = Watched(
-            [math.inf] * G, [float(rng.integers(1, 200)) for _ in range(G)], 1e-3, "count"
-        )
-        places, cuts, at = Places(torch.zeros(1, 1, dtype=torch.int64)), [], 0
+        windows = [float(rng.integers(1, 200)) for _ in range(G)]
+        settings = Settings([math.inf] * G, windows, 1e-3, "count")
+        layer = Watched(settings)
+        layout, cuts, at = TokenLayout(torch.zeros(1, 1, dtype=torch.int64)), [], 0
         while at < T:
             cuts.append(min(T - at, int(rng.choice([1, 3, 40, 512]))))
             at += cuts[-1]
         for part_q, part_k in zip(q.split(cuts, 2), k.split(cuts, 2), strict=True):
-            layer.attend(part_q, part_k, torch.ones_like(part_k), slopes, None, places)
-        layer._certify()
+            layer.attend(part_q, part_k, torch.ones_like(part_k), slopes, None, layout)
+        layer.certify()
         scores = torch.einsum("bhtd,bhsd->bhts", q, k.repeat_interleave(sharing, 1)) * D**-0.5
         distance = torch.arange(T)[:, None] - torch.arange(T)
         scores = (scores - slopes[:, None, None] * distance).masked_fill(distance < 0, -math.inf)

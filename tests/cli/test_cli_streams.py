@@ -14,7 +14,7 @@ from linbias.data.tokenizers import byte_tokenizer
 from linbias.lm import StreamScorer, generate
 from linbias.models import LinbiasForConditionalGeneration, LinbiasSeq2SeqConfig
 from linbias.models.loading import load
-from linbias.models.window_cache.reach import weights_windows
+from linbias.models.window_cache.reach import reach_of_weights
 from small_models import build
 from test_cli import run
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 def test_it_prints_the_windows_of_every_head(folder):
     result = run("windows", folder)
-    expected = weights_windows(load(folder)).windows()
+    expected = reach_of_weights(load(folder)).of_heads()
     for number in (*expected.flat, *expected.sum(1), expected.sum()):
         assert f"{number:,.0f}" in result.stdout
     assert "head 3" in result.stdout and "1/256" in result.stdout
@@ -37,15 +37,15 @@ def test_it_prints_the_windows_of_every_head(folder):
 
 def test_json_has_all_numbers(folder):
     found = json.loads(run("windows", folder, "--tolerance", "1e-4", "--json").stdout)
-    given = weights_windows(load(folder))
-    np.testing.assert_array_equal(found["windows"], given.windows(1e-4))
+    given = reach_of_weights(load(folder))
+    np.testing.assert_array_equal(found["windows"], given.of_heads(1e-4))
     np.testing.assert_allclose(found["lead"], given.lead)
     assert found["tolerance"] == 1e-4 and found["why_not"] == {}
 
 
 def test_many_heads_are_summed_up(tmp_path):
     build(num_attention_heads=16, hidden_size=32).float().save_pretrained(tmp_path)
-    expected = weights_windows(load(tmp_path)).windows()
+    expected = reach_of_weights(load(tmp_path)).of_heads()
     shown = run("windows", tmp_path).stdout
     assert "head" not in shown.splitlines()[1] and "median" in shown
     assert f"{np.median(expected[0]):,.0f}" in shown and f"{expected[1].max():,.0f}" in shown

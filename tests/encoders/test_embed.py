@@ -22,7 +22,7 @@ from linbias.models import (
     load,
     read_documents,
 )
-from linbias.models.encoders.embed import plan_batches
+from linbias.models.embedding.embed import plan_batches
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -128,7 +128,7 @@ def test_max_length_and_precision(encoder: Path) -> None:
 
 def test_its_model_is_prepacked(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("linbias.models.encoders.embed.prepack", seen.append)
+    monkeypatch.setattr("linbias.models.embedding.embed.prepack", seen.append)
     embed(encoder, [Document("a", "near")], device="cpu")
     assert [type(model) for model in seen] == [LinbiasBertModel]
 
@@ -330,7 +330,7 @@ def test_a_vector_that_is_not_finite_names_its_document(
 def test_parquet_without_pyarrow_says_what_to_install(
     encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from linbias.models.encoders import vectors
+    from linbias.models.embedding import vectors
 
     monkeypatch.setattr(vectors, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"needs pyarrow, .*: pip install pyarrow"):

@@ -28,7 +28,7 @@ from linbias.models import (
     load,
     loading,
 )
-from linbias.models.decoder.places import read_attention_mask
+from linbias.models.decoder.layout import read_attention_mask
 from linbias.models.encoders import bert
 from linbias.models.encoders.original import to_original, to_ours
 from small_models import RELEASED, assert_near, needs_released, start_checkpointing, write_folder
@@ -262,8 +262,8 @@ def test_split_over_devices(tmp_path: Path) -> None:
     )
     expected = model(ids, attention_mask=mask).logits
     assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
-    places = read_attention_mask("model", mask, ids, 0).to("meta", non_blocking=True)
-    assert places.key_range.is_meta and places.is_token.is_meta and places.positions.is_meta
+    layout = read_attention_mask("model", mask, ids, 0).to("meta", non_blocking=True)
+    assert layout.key_range.is_meta and layout.is_token.is_meta and layout.positions.is_meta
 
 
 @pytest.mark.thorough

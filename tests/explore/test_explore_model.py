@@ -34,13 +34,13 @@ from linbias.models import (
     LinbiasConfig,
     LinbiasForCausalLM,
     LinbiasForMaskedLM,
-    PaperConfig,
-    PaperForCausalLM,
     fuse,
     load,
     load_tokenizer,
 )
+from linbias.paper.config import PaperConfig
 from linbias.paper.dictionary import Dictionary
+from linbias.paper.model import PaperForCausalLM
 from linbias.paper.words import save_word_tokenizer
 from linbias.variants import variant_slopes
 from test_cli import run

@@ -28,9 +28,10 @@ from transformers.models.falcon import modeling_falcon
 
 import linbias
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse, install, load, unfuse
+from linbias.models.decoder import positions
 from linbias.models.decoder.cache import key_bound
-from linbias.models.decoder.places import Places
-from linbias.models.fused import FAMILIES, bias
+from linbias.models.decoder.layout import TokenLayout
+from linbias.models.fused import FAMILIES
 from small_models import GREEDY, RELEASED, needs_released, start_checkpointing
 
 VOCABULARY = 97
@@ -152,9 +153,9 @@ def test_a_bound_on_keys_covers_what_rounding_adds_to_them(
 ) -> None:
     """Else decoding would leave keys unread that matter."""
     fused = pair(MODELS["falcon, two key heads"], rounding="checkpoint")[1].bfloat16()
-    attend, given = bias.attention, []
+    attend, given = positions.attention, []
     monkeypatch.setattr(
-        bias, "attention", lambda *args, **o: given.append((args[1], o)) or attend(*args, **o)
+        positions, "attention", lambda *args, **o: given.append((args[1], o)) or attend(*args, **o)
     )
     ids, _ = batch(300)
     cache = fused(ids[:, :-1], use_cache=True).past_key_values
@@ -427,7 +428,7 @@ def test_split_over_devices(make: Any, layers: str, tmp_path: Path) -> None:
             return device
 
     number = Recorder(torch.zeros(1))
-    given = Places(number, number).to(1, non_blocking=False)
+    given = TokenLayout(number, number).to(1, non_blocking=False)
     assert given.positions == given.key_range == 1
     with torch.device("meta"):
         empty = make()
@@ -601,7 +602,7 @@ def test_a_layer_that_does_not_know_the_mask_says_so() -> None:
     with pytest.raises(
         ValueError, match=r"given the mask of a fused model as if it were a tensor"
     ):
-        torch.zeros(1) + Places(torch.zeros(1))
+        torch.zeros(1) + TokenLayout(torch.zeros(1))
     _, fused = pair(bloom)
     alien = copy.deepcopy(fused.transformer.h[0].self_attention)
     alien.__class__ = type(

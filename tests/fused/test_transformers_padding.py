@@ -9,7 +9,7 @@ from transformers import BloomConfig, BloomForCausalLM, StaticCache
 
 from contract import rows
 from linbias.models import fuse
-from linbias.models.decoder.places import Places, fill_room, read_attention_mask
+from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
 from small_models import VOCAB, assert_same, both_families, build, every_position, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -20,7 +20,7 @@ def fused_bloom() -> Any:
     return fuse(BloomForCausalLM(config).double().eval(), implementation="dense")
 
 
-def read(mask: list[list[int]], num_cached: int = 0) -> Places:
+def read(mask: list[list[int]], num_cached: int = 0) -> TokenLayout:
     mask = torch.tensor(mask)
     ids = torch.zeros(len(mask), mask.shape[1] - num_cached)
     return read_attention_mask("model", mask, ids, num_cached)

@@ -153,7 +153,7 @@ def test_embed_killed_anywhere_ends_like_an_undisturbed_run(tmp_path: Path) -> N
     deaths = [
         ("linbias._run.folders.write_json", 1),  # held, without its settings
         ("linbias._run.files.os.fsync", 3),  # within the line of the second batch
-        ("linbias.models.encoders.vectors.new_file", 1),  # ids are written
+        ("linbias.models.embedding.vectors.new_file", 1),  # ids are written
     ]
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()

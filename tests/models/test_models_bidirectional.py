@@ -114,9 +114,11 @@ def test_interpolated_slopes_follow_the_tokens_of_each_row(name: str) -> None:
     scaled.load_state_dict(plain.state_dict())
     q = k = v = torch.randn(2, 4, 12, 6, dtype=torch.float64)
     both = AttendOptions(torch.tensor([[0, 12], [3, 11]]), torch.zeros(2, dtype=torch.int64))
-    alone = scaled.attend(*(x[1:, :, 3:11] for x in (q, k, v)))
+    alone = scaled.attend(*(x[1:, :, 3:11] for x in (q, k, v)), AttendOptions())
     assert_same(scaled.attend(q, k, v, both)[1:, :, 3:11], alone)
-    assert not torch.allclose(alone, plain.attend(*(x[1:, :, 3:11] for x in (q, k, v))))
+    assert not torch.allclose(
+        alone, plain.attend(*(x[1:, :, 3:11] for x in (q, k, v)), AttendOptions())
+    )
 
 
 @pytest.mark.parametrize("length", [4, 6, 7, 14, 15, 16, 31])  # at once, by a mask, in blocks of 5

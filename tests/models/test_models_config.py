@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from linbias.models import LinbiasConfig, PaperConfig, install
+from linbias.models import LinbiasConfig, install
+from linbias.paper.config import PaperConfig
 from small_models import settings
 
 

@@ -19,7 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from linbias.models import LinbiasBertConfig, LinbiasForCausalLM, load, loading
+from linbias.models import LinbiasBertConfig, LinbiasForCausalLM, families, load, loading
 from linbias.models.loading import Files
 from small_models import assert_same, build, tokens
 
@@ -74,6 +74,14 @@ def test_imports_leave_transformers_as_it_was() -> None:
     assert done.stdout.splitlines()[-1:] == ["True True True []"], (
         done.stdout[-2000:] + done.stderr
     )
+
+
+def test_a_room_that_is_gone_takes_its_family_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [family.name for family in families.families()]
+    assert "linbias-paper" in names
+    monkeypatch.setattr(families, "_ROOMS", ())
+    left = families.families.__wrapped__()
+    assert [family.name for family in left] == [x for x in names if x != "linbias-paper"]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paper_original as original
-from linbias.models import PaperConfig, PaperForCausalLM
 from linbias.paper.checkpoint import load
-from linbias.paper.config import POSITIONS
+from linbias.paper.config import POSITIONS, PaperConfig
+from linbias.paper.model import PaperForCausalLM
 from small_models import assert_same, build_paper, paper_tokens, start_checkpointing
 
 pytestmark = pytest.mark.usefixtures("same_start")

@@ -114,7 +114,7 @@ def test_t5_bias_is_the_embedding_of_each_distance(queries: int) -> None:
                 score[..., t, s] = -math.inf
             else:
                 score[..., t, s] += method.bias.weight[method.bucket(distance)]
-    assert_same(method.attend(q, k, v), score.softmax(-1) @ v)
+    assert_same(method.attend(q, k, v, AttendOptions()), score.softmax(-1) @ v)
 
 
 @pytest.mark.parametrize("placed", ["range", "start", "both"])

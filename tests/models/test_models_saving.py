@@ -138,7 +138,9 @@ import sys
 from linbias.paper.dictionary import Dictionary
 from linbias.data.tokenizers import byte_tokenizer
 from linbias.paper.words import save_word_tokenizer
-from linbias.models import LinbiasConfig, LinbiasForCausalLM, PaperConfig, PaperForCausalLM
+from linbias.models import LinbiasConfig, LinbiasForCausalLM
+from linbias.paper.config import PaperConfig
+from linbias.paper.model import PaperForCausalLM
 small = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
 for config, model, own in (
     (LinbiasConfig, LinbiasForCausalLM, {}),

@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasForConditionalGeneration
 from linbias.models.decoder.cache import keep_beside
 from linbias.models.decoder.config import LinbiasSeq2SeqConfig
-from linbias.models.decoder.places import Places
+from linbias.models.decoder.layout import TokenLayout
 from linbias.models.decoder.positions import Stepped
 from small_models import VOCAB, assert_same, build, decode, every_block, settings, tokens
 
@@ -69,8 +69,8 @@ def test_a_layer_subtracts_the_steps_that_it_makes_of_what_it_reads(
         bias = weights.get("attention.gate.bias", 0.0)
     parts = [x[0].unflatten(-1, (-1, D)) for x in (q, k, v)]
     gathered, shares = restated(position, *parts, (gates + bias)[0])
-    places = Places(torch.arange(7)[None])
-    out, found = layer.attention(read, model.model.position, places, 7, True, None)
+    layout = TokenLayout(torch.arange(7)[None], need_weights=True)
+    out, found = layer.attention(read, model.model.position, layout, 7, None)
     assert_same(out[0], gathered @ weights["attention.out.weight"].T)
     assert_same(found[0], shares)
 

@@ -1,4 +1,4 @@
-"""Windows from weights: for models of every family, no text has a key that leads by more than they say."""
+"""Reach from weights: for models of every family, no text has a key that leads by more than they say."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
 from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
 from linbias.models.fused import fuse
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
-from linbias.models.window_cache.reach import Windows, _Questions, weights_windows
+from linbias.models.window_cache.reach import Reach, _Questions, reach_of_weights
 from small_models import build, build_paper
 from test_transformers_fused import bloom, falcon, mpt
 
@@ -55,7 +55,7 @@ def made(name: str) -> Any:
     return model
 
 
-def leads_of(model: Any, given: Windows, **inputs: torch.Tensor) -> np.ndarray:
+def leads_of(model: Any, given: Reach, **inputs: torch.Tensor) -> np.ndarray:
     """[layers, H]: the most by which a key led the query's own, from the weights of attention: w = exp(lead - m d) w_own."""
     attentions = model(**inputs, output_attentions=True).attentions
     found = []
@@ -76,7 +76,7 @@ def leads_of(model: Any, given: Windows, **inputs: torch.Tensor) -> np.ndarray:
 @torch.no_grad()
 def test_no_text_leads_by_more(name):
     model = made(name)
-    given = weights_windows(model)
+    given = reach_of_weights(model)
     assert np.isfinite(given.lead).all() and not given.why_not
     ids = torch.randint(model.config.vocab_size, (1, 700))
     reached = leads_of(model, given, input_ids=ids)
@@ -96,7 +96,7 @@ def climbed(model: Any, steps: int = 200, starts: int = 16) -> np.ndarray:
     module, args, kwargs = asked.calls[1]
     norm, linear = asked.paths[1]
     width = args[0].shape[-1] if linear is None else linear.in_features
-    heads = len(weights_windows(model).lead[1])
+    heads = len(reach_of_weights(model).lead[1])
     pairs = torch.randn(heads * starts, 2, width, dtype=torch.float64, requires_grad=True)
     climber = torch.optim.Adam([pairs], lr=0.1)
     for _ in range(steps):
@@ -126,7 +126,7 @@ def test_no_hidden_state_leads_by_more_and_one_leads_by_as_much(name):
             block.norm_1.bias.zero_()
             block.attn.Wqkv.bias.zero_()
             block.attn.k_ln.weight.copy_(block.attn.q_ln.weight)
-    lead = weights_windows(model).lead[1]
+    lead = reach_of_weights(model).lead[1]
     reached = climbed(model)
     assert (reached <= lead * (1 + 1e-9)).all()
     # The bound for norms behind the projections does not use that what they make sums to 0.
@@ -135,25 +135,25 @@ def test_no_hidden_state_leads_by_more_and_one_leads_by_as_much(name):
 
 def test_a_layer_says_why_its_weights_do_not_say():
     model = fuse(mpt(clip_qkv=0.01)).eval()
-    given = weights_windows(model)
+    given = reach_of_weights(model)
     assert given.why_not == {1: "its projections are not linear"}
     assert (
         np.isfinite(given.lead[0]).all() and np.isinf(given.lead[1]).all()
     )  # tokens can be tried
-    assert np.isinf(given.windows()[1]).all()
+    assert np.isinf(given.of_heads()[1]).all()
     model = made("linbias")
     model.model.layers[1].norm = nn.Sequential(model.model.layers[1].norm, nn.Identity())
     model.model.layers[1].norm.append(nn.ReLU())
-    assert weights_windows(model).why_not == {
+    assert reach_of_weights(model).why_not == {
         1: "its attention reads something else than a norm's output"
     }
 
 
 def test_a_large_vocabulary_is_left_to_the_weights(monkeypatch):
     model = made("linbias")
-    tried = weights_windows(model)
+    tried = reach_of_weights(model)
     monkeypatch.setattr("linbias.models.window_cache.reach._MOST_TOKENS", 60)
-    bounded = weights_windows(model)
+    bounded = reach_of_weights(model)
     assert (tried.lead[0] < bounded.lead[0]).all()
     np.testing.assert_array_equal(tried.lead[1], bounded.lead[1])
 
@@ -161,7 +161,7 @@ def test_a_large_vocabulary_is_left_to_the_weights(monkeypatch):
 def test_the_model_is_as_before():
     model = made("linbias").train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    weights_windows(model)
+    reach_of_weights(model)
     assert model.training and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())  # fmt: skip
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -169,9 +169,9 @@ def test_the_model_is_as_before():
 @pytest.mark.parametrize("position", ["rotary", "none"])
 def test_models_without_linear_biases_are_refused(position):
     with pytest.raises(ValueError, match="linear biases"):
-        weights_windows(build(position=position))
+        reach_of_weights(build(position=position))
 
 
 def test_slopes_that_follow_the_length_are_refused():
     with pytest.raises(ValueError, match="slope_scale"):
-        weights_windows(build(slope_scale="interpolate"))
+        reach_of_weights(build(slope_scale="interpolate"))

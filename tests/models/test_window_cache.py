@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from linbias.models.decoder.places import Places
+from linbias.models.decoder.layout import TokenLayout
 from linbias.models.fused import fuse
 from linbias.models.window_cache import dropped_keys
-from linbias.models.window_cache.cache import Uncertified, WindowCache, WindowLayer
-from linbias.models.window_cache.dropped_keys import Ledger
+from linbias.models.window_cache.cache import WindowCache
+from linbias.models.window_cache.certificate import Settings, Uncertified
+from linbias.models.window_cache.layer import WindowLayer
+from linbias.models.window_cache.ledger import Ledger
 from linbias.streams import Dropped
 from small_models import VOCAB, build, build_paper, left_padded, tokens
 from test_models_windows import MODELS, made
@@ -121,7 +123,7 @@ def fetching(model: Any, folder: Path | None = None) -> WindowCache:
 def test_rows_that_miss_something_read_dropped_keys_again(
     in_files, rows, shared, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(dropped_keys, "_PIECE", 100)
+    monkeypatch.setattr(dropped_keys, "_CHUNK", 100)
     model = quiet(num_key_value_heads=shared)
     ids = words(rows, sum(PARTS_OF_SHORT_WINDOWS))
     cache = fetching(model, tmp_path if in_files else None)
@@ -133,7 +135,7 @@ def test_rows_that_miss_something_read_dropped_keys_again(
     files = list(tmp_path.rglob("*.safetensors"))
     assert bool(files) == in_files
     for layer in cache.layers:  # no more is kept than the weights let any query need, and a file
-        assert all(d.num_keys <= d.reach + 1200 for d in layer.dropped)
+        assert all(d.num_keys <= d.reach + 1200 for d in layer.settings.dropped)
     cache.batch_select_indices(torch.tensor([rows - 1, 0]))
     again = torch.cat([ids[[rows - 1, 0]], words(2, 9)], 1)
     found = model(again[:, -9:], past_key_values=cache).logits
@@ -146,7 +148,7 @@ def test_rows_that_miss_something_read_dropped_keys_again(
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(dropped_keys, "_PIECE", 100)
+    monkeypatch.setattr(dropped_keys, "_CHUNK", 100)
     model, ids = quiet(), words(1, sum(PARTS_OF_SHORT_WINDOWS))
     cache = fetching(model, tmp_path)
     written = 0
@@ -172,9 +174,9 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("what", ["keys", "values"])
 def test_a_lost_key_that_is_not_finite_is_never_passed_over(what, monkeypatch):
     """It lies beyond the reach, where a finite one would weigh nothing. A value does so for rows that read dropped keys again."""
-    monkeypatch.setattr(dropped_keys, "_PIECE", 100)
+    monkeypatch.setattr(dropped_keys, "_CHUNK", 100)
     gone = [dropped_keys.DroppedKeys(20.0, None, "")]
-    layer = WindowLayer([20.0], [8.0], 1e-3, "fetch", gone)
+    layer = WindowLayer(Settings([20.0], [8.0], 1e-3, "fetch", gone))
     spoiled = torch.randn(1, 1, 512, 8)
     spoiled[0, 0, 3] = math.nan
     step(layer, 512, **{what: spoiled})
@@ -192,7 +194,7 @@ def test_a_lost_key_that_is_not_finite_is_never_passed_over(what, monkeypatch):
 
 
 def test_dropped_keys_reach_as_far_as_they_must_and_no_farther(tmp_path, monkeypatch):
-    monkeypatch.setattr(dropped_keys, "_PIECE", 30)
+    monkeypatch.setattr(dropped_keys, "_CHUNK", 30)
     gone, keys = dropped_keys.DroppedKeys(100.0, tmp_path, ""), torch.randn(2, 300, 4)
     for start in range(0, 300, 10):
         gone.append(keys[:, start : start + 10], -keys[:, start : start + 10])
@@ -207,7 +209,7 @@ def test_dropped_keys_reach_as_far_as_they_must_and_no_farther(tmp_path, monkeyp
 
 def test_dropped_keys_follow_two_selections(tmp_path, monkeypatch):
     """Of rows that lie in files, which stay as they are, and of rows that do not."""
-    monkeypatch.setattr(dropped_keys, "_PIECE", 30)
+    monkeypatch.setattr(dropped_keys, "_CHUNK", 30)
     gone, keys = dropped_keys.DroppedKeys(math.inf, tmp_path, ""), torch.randn(3, 70, 4)
     for start in (0, 30, 60):
         gone.append(keys[:, start : start + 30], -keys[:, start : start + 30])
@@ -229,7 +231,7 @@ def test_a_copy_goes_its_own_way(made_copy):
     with torch.inference_mode():
         read(model, ids[:, :1300], cache, [900, 398, 1, 1])
     other, mine = made_copy(cache), words(1, 700)
-    assert made_copy(cache.layers[0]).keys is not cache.layers[0].keys
+    assert made_copy(cache.layers[0]).pool.keys is not cache.layers[0].pool.keys
     found = read(model, mine, other, [1, 1, 698]), read(model, ids[:, 1300:], cache, [1, 1, 98])
     for logits, end in zip(found, (mine, ids[:, 1300:]), strict=True):
         expected = model(torch.cat([ids[:, :1300], end], 1)).logits[:, 1300:]
@@ -239,7 +241,7 @@ def test_a_copy_goes_its_own_way(made_copy):
 @pytest.mark.parametrize("in_files", [False, True])
 def test_a_copy_has_its_own_dropped_keys(in_files, tmp_path, monkeypatch):
     """Both go on from one prompt, each with a text of its own, whatever becomes of the other."""
-    monkeypatch.setattr(dropped_keys, "_PIECE", 100)
+    monkeypatch.setattr(dropped_keys, "_CHUNK", 100)
     model = quiet(num_hidden_layers=1)
     cache, ids = fetching(model, tmp_path if in_files else None), words(3, 2100)
     ids[1:, :700] = ids[0, :700]
@@ -429,11 +431,11 @@ def test_nothing_is_dropped_that_may_be_taken_back():
 
 def test_rows_that_are_not_finite_are_counted():
     layer = WindowCache.for_model(quiet(num_hidden_layers=1), TOLERANCE, 64).layers[0]
-    slopes, places = torch.full((4,), 0.25), Places(torch.zeros(1, 1, dtype=torch.int64))
+    slopes, layout = torch.full((4,), 0.25), TokenLayout(torch.zeros(1, 1, dtype=torch.int64))
     q, k, v = torch.randn(3, 1, 4, 3000, 8).double() / 4
-    layer.attend(q, k, v, slopes, None, places)
+    layer.attend(q, k, v, slopes, None, layout)
     before = layer.uncertified
-    layer.attend(q[:, :, :1] * math.nan, k[:, :, :1], v[:, :, :1], slopes, None, places)
+    layer.attend(q[:, :, :1] * math.nan, k[:, :, :1], v[:, :, :1], slopes, None, layout)
     assert layer.uncertified == before + 4
     assert layer.largest_dropped == math.inf
 
@@ -443,16 +445,15 @@ def step(
 ) -> None:
     q, k, v = torch.randn(3, 1, 1, tokens, 8)
     k, v = k if keys is None else keys, v if values is None else values
-    places = Places(torch.zeros(1, 1, dtype=torch.int64))
-    layer.attend(q, k, v, torch.tensor([2.0**-12]), None, places)
+    layout = TokenLayout(torch.zeros(1, 1, dtype=torch.int64))
+    layer.attend(q, k, v, torch.tensor([2.0**-12]), None, layout)
 
 
 def test_a_window_that_grew_does_not_vouch_for_what_left_before():
-    layer = WindowLayer([50.0], [20.0], 1e-3, "count")
+    layer = WindowLayer(Settings([50.0], [20.0], 1e-3, "count"))
     step(layer, 512)
     layer.windows = [50.0]
-    layer.fixed = [50.0]
-    layer._drop([20])
+    layer.drop_all_but([20])
     step(layer, 1)  # the nearest key that left is 21 tokens away
     assert layer.uncertified == 1
     step(layer, 40)
@@ -460,7 +461,7 @@ def test_a_window_that_grew_does_not_vouch_for_what_left_before():
 
 
 def test_the_weights_do_not_vouch_for_keys_that_are_not_finite():
-    layer = WindowLayer([20.0], [20.0], 1e-3, "count")
+    layer = WindowLayer(Settings([20.0], [20.0], 1e-3, "count"))
     keys = torch.randn(1, 1, 512, 8)
     keys[0, 0, 3] = math.nan
     step(layer, 512, keys)

@@ -23,11 +23,12 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from linbias.models.decoder.cache import GrowingLayer
-from linbias.models.decoder.places import Places
-from linbias.models.window_cache import cache as window_cache
-from linbias.models.window_cache import dropped_keys
-from linbias.models.window_cache.cache import WindowLayer
+from linbias.models.decoder.layout import TokenLayout
+from linbias.models.window_cache import certificate, dropped_keys, near_keys, pool
+from linbias.models.window_cache import layer as window_layer
+from linbias.models.window_cache.certificate import Settings
 from linbias.models.window_cache.dropped_keys import DroppedKeys
+from linbias.models.window_cache.layer import WindowLayer
 from linbias.streams import window_of_lead
 from linbias.torch import attention
 
@@ -63,7 +64,7 @@ class Reader:
 
     def tokens(self, rows: int, count: int) -> Tokens:
         """Random ones, with values in [-1, 1]."""
-        H, G = len(self.slopes), len(self.layer.caps)
+        H, G = len(self.slopes), len(self.layer.settings.reach)
         q, k, v = (torch.randn(rows, n, count, SIZE, dtype=torch.float64) for n in (H, G, G))
         return q, k, v.clamp(-1, 1)
 
@@ -75,10 +76,10 @@ class Reader:
         hidden = None
         if self.first is not None:
             hidden = torch.stack([self.first, torch.full_like(self.first, keys.shape[2])], -1)
-        places = Places(
+        layout = TokenLayout(
             torch.zeros(1, 1, dtype=torch.int64), key_range=hidden if says_padding else None
         )
-        found = self.layer.attend(q, k, v, self.slopes, None, places)
+        found = self.layer.attend(q, k, v, self.slopes, None, layout)
         expected = attention(
             q, keys, values, self.slopes, key_range=hidden, implementation="dense"
         )
@@ -87,8 +88,9 @@ class Reader:
             position = torch.arange(start, keys.shape[2])
             error = error.masked_fill((position < self.first[:, None])[:, None], 0.0)
         # Without a share of its weight, a row of values in [-1, 1] is wrong by twice that at most.
-        assert self.layer.tolerance is not None
-        self.missed += int((~(error <= 2 * self.layer.tolerance + 1e-9)).sum())
+        tolerance = self.layer.settings.tolerance
+        assert tolerance is not None
+        self.missed += int((~(error <= 2 * tolerance + 1e-9)).sum())
         return float(error.max())
 
     def select(self, rows: Tensor) -> None:
@@ -114,10 +116,9 @@ def reader(
 ) -> Reader:
     """Of heads that share nothing, and whose weights promise nothing."""
     caps = [math.inf] * len(slopes)
-    dropped = (
-        [DroppedKeys(math.inf, None, "") for _ in caps] if on_uncertified == "fetch" else None
-    )
-    return Reader(WindowLayer(caps, windows, tolerance, on_uncertified, dropped), slopes)
+    dropped = [DroppedKeys(math.inf, None, "") for _ in caps] if on_uncertified == "fetch" else []
+    settings = Settings(caps, windows, tolerance, on_uncertified, dropped)
+    return Reader(WindowLayer(settings), slopes)
 
 
 def test_a_step_after_several_tokens_knows_how_large_their_keys_are():
@@ -203,7 +204,7 @@ def test_windows_do_not_follow_rows_that_were_taken_back():
 
 # ---- in random orders
 
-SMALL = {"_CHUNK": 8, "_FEWEST": 4, "_LASTS": 32}  # so that keys leave every few tokens
+SMALL = {"CHUNK": 8, "FEWEST": 4, "_LASTS": 32}  # so that keys leave every few tokens
 COUNTS = st.sampled_from((1, 1, 2, 4, 5, 17, 40))
 PROMPTS = {"rows": st.integers(1, 3), "count": st.sampled_from((9, 40, 90)), "padding": st.sampled_from((0, 0, 1, 8))}  # fmt: skip
 NUMBER = st.integers(0, 2**16)
@@ -233,13 +234,13 @@ class Orders(RuleBasedStateMachine):
             lead = 2 * SIZE**-0.5
             found = window_of_lead([lead] * 2, slopes, tolerance=TOLERANCE / 2)
             caps = found.reshape(heads, -1).max(1).tolist()
-        dropped = None
+        dropped = []
         if kept != "nowhere":
             folder = Path(self.folder.name) if kept == "files" else None
             dropped = [DroppedKeys(cap, folder, str(g)) for g, cap in enumerate(caps)]
         policy = "count" if kept == "nowhere" else "fetch"
         fixed = windows and [windows] * heads
-        layer = WindowLayer(caps, fixed, TOLERANCE, policy, dropped)
+        layer = WindowLayer(Settings(caps, fixed, TOLERANCE, policy, dropped))
         self.readers = [Reader(layer, slopes)]
         self._begin_text(self.readers[0], rows, count, padding)
 
@@ -350,9 +351,10 @@ class Orders(RuleBasedStateMachine):
     ("examples", "steps"), [(10, 15), pytest.param(500, 20, marks=pytest.mark.thorough)]
 )
 def test_whatever_is_asked_of_it_in_whatever_order(examples, steps, monkeypatch):
-    monkeypatch.setattr(dropped_keys, "_PIECE", 16)
-    for name, value in SMALL.items():
-        monkeypatch.setattr(window_cache, name, value)
+    monkeypatch.setattr(dropped_keys, "_CHUNK", 16)
+    for module in (window_layer, pool, near_keys, certificate):
+        for name in SMALL.keys() & vars(module):
+            monkeypatch.setattr(module, name, SMALL[name])
     run_state_machine_as_test(
         Orders, settings=settings(max_examples=examples, stateful_step_count=steps)
     )

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import paper_original as original
-from linbias.models import PaperConfig, PaperForCausalLM, PaperModel, install
+from linbias.models import install
 from linbias.paper.checkpoint import convert, load, load_original
-from linbias.paper.config import POSITIONS
+from linbias.paper.config import POSITIONS, PaperConfig
 from linbias.paper.dictionary import Dictionary
+from linbias.paper.model import PaperForCausalLM, PaperModel
 from small_models import build_paper, paper_tokens, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")

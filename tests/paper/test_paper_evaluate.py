@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import paper_original as original
-from linbias.models import PaperConfig, PaperForCausalLM
 from linbias.paper import score as scoring
 from linbias.paper.checkpoint import load
+from linbias.paper.config import PaperConfig
+from linbias.paper.model import PaperForCausalLM
 from linbias.paper.score import Scores, score, windows
 
 VOCAB = 41

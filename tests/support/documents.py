@@ -84,9 +84,10 @@ def extras_needed(document: Path) -> list[str]:
 
 def write_paper_model(folder: Path) -> None:
     """What `linbias paper convert` would have written to the folder of docs/paper.md."""
-    from linbias.models import PaperConfig, PaperForCausalLM
     from linbias.paper.checkpoint import add_words
+    from linbias.paper.config import PaperConfig
     from linbias.paper.dictionary import Dictionary
+    from linbias.paper.model import PaperForCausalLM
 
     config = PaperConfig(
         vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1,

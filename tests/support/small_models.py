@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linbias.models import LinbiasConfig, LinbiasForCausalLM, PaperConfig, PaperForCausalLM
+from linbias.models import LinbiasConfig, LinbiasForCausalLM
 from linbias.models.decoder.config import BLOCKS, POSITIONS
 from linbias.paper.config import POSITIONS as PAPER_POSITIONS
+from linbias.paper.config import PaperConfig
+from linbias.paper.model import PaperForCausalLM
 
 VOCAB, PAPER_VOCAB = 61, 83
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 3}

@@ -63,7 +63,7 @@ def embed(
     """
     from linbias._run.processes import choose_device
     from linbias.models import embed as run
-    from linbias.models.encoders.documents import read_documents
+    from linbias.models.embedding.documents import read_documents
 
     changes = (
         {} if slope_scale is None else {"slope_scale": options.parse_slope_scale(slope_scale)}

@@ -18,7 +18,7 @@ from linbias.schedules import written
 
 if TYPE_CHECKING:
     from linbias.lm.streaming import StreamEvaluation
-    from linbias.models.window_cache.reach import Windows
+    from linbias.models.window_cache.reach import Reach
 
 _MOST_HEADS = 12  # a column each, up to here
 _PLOTS = (".svg", ".png")
@@ -130,7 +130,7 @@ def _in_words(kept: Any, tolerance: float) -> str:
     )
 
 
-def _draw(path: Path, needed: Any, kept: Any, weights: Windows) -> None:
+def _draw(path: Path, needed: Any, kept: Any, weights: Reach) -> None:
     """The windows of all heads, as a PNG or SVG file."""
     from linbias._run.files import write_whole
     from linbias.lm.report import figures

@@ -43,7 +43,6 @@ from linbias.lm.windows import Likelihood, Window, check_tokens, equal_windows, 
 from linbias.models.decoder.linbias import LinbiasForMaskedLM
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
 from linbias.models.limits import able_to_read, position_limit
-from linbias.paper.model import PaperForCausalLM
 from linbias.torch.context_parallel import shard, use
 
 _OTHERS = {
@@ -336,7 +335,7 @@ def _head_is_separate(model: PreTrainedModel, ids: NDArray[Any]) -> bool:
 
     Some models scale or cap their logits after the head. A few tokens are enough to see it.
     """
-    if isinstance(model, PaperForCausalLM):
+    if hasattr(model, "log_probs"):
         return True
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
@@ -378,9 +377,7 @@ def _losses(
     model: PreTrainedModel, inputs: Tensor, targets: Tensor, head_is_separate: bool
 ) -> Tensor:
     """The nll [rows, keep] of `targets`, which follow the last `keep` of `inputs`."""
-    if isinstance(
-        model, PaperForCausalLM
-    ):  # it computes only the parts of the vocabulary that have targets
+    if hasattr(model, "log_probs"):  # of the parts of the vocabulary that have targets alone
         return -model.log_probs(inputs, targets)
     rows, keep = targets.shape
     if not head_is_separate:

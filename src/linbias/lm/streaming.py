@@ -36,7 +36,7 @@ from linbias.lm.windows import Likelihood
 from linbias.models.decoder.cache import CACHE
 from linbias.models.loading import Files
 from linbias.models.window_cache.cache import TOLERANCES, WindowCache
-from linbias.models.window_cache.reach import Windows, weights_windows
+from linbias.models.window_cache.reach import Reach, reach_of_weights
 
 CHUNK = 512
 _MOST_LOGITS = 1 << 25  # that a chunk may have at once
@@ -219,7 +219,7 @@ class NeededWindows:
         num_tokens, uncertified: Of that text, and rows of heads that may miss too much of it.
     """
 
-    weights: Windows
+    weights: Reach
     needed: NDArray[np.float64]
     kept: NDArray[np.float64] | None = None
     num_tokens: int = 0
@@ -239,8 +239,8 @@ def needed_windows(
     `tolerance` is the share of a row's weight that keys beyond the window may hold.
     """
     files, model = open_model("windows", path)
-    weights = weights_windows(model)
-    needed = weights.windows(tolerance)
+    weights = reach_of_weights(model)
+    needed = weights.of_heads(tolerance)
     if corpus is None:
         return NeededWindows(weights=weights, needed=needed)
     finest = TOLERANCES[model.dtype]

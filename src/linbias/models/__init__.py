@@ -12,9 +12,12 @@ from linbias import _extras
 
 _extras.require("linbias.models")
 
+from linbias.models.convert import convert
 from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
 from linbias.models.decoder.linbias import LinbiasForCausalLM, LinbiasForMaskedLM, LinbiasModel
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration, LinbiasSeq2SeqModel
+from linbias.models.embedding.documents import Document, read_documents
+from linbias.models.embedding.embed import Embedded, embed
 from linbias.models.encoders.bert import (
     LinbiasBertForMaskedLM,
     LinbiasBertForSequenceClassification,
@@ -22,16 +25,11 @@ from linbias.models.encoders.bert import (
     LinbiasBertModel,
 )
 from linbias.models.encoders.bert_config import LinbiasBertConfig
-from linbias.models.encoders.convert import convert
-from linbias.models.encoders.documents import Document, read_documents
-from linbias.models.encoders.embed import Embedded, embed
 from linbias.models.families import install
 from linbias.models.fused import fuse, unfuse
 from linbias.models.loading import load, load_tokenizer
 from linbias.models.prepacked import prepack
 from linbias.models.window_cache.cache import WindowCache
-from linbias.paper.config import PaperConfig
-from linbias.paper.model import PaperForCausalLM, PaperModel
 
 # What a program calls. The other names above are those of models that `load` and training make.
 __all__ = [

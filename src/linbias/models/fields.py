@@ -161,32 +161,20 @@ def check_fields(config: PreTrainedConfig, rules: Mapping[str, Rule]) -> None:
 
 
 def check_sizes(config: PreTrainedConfig) -> None:
-    """Check that no size is beyond `MAXIMA`, of a configuration of any family.
-
-    Raises:
-        ValueError: As `check_fields`.
-    """
+    """Check that no size is beyond `MAXIMA`, of a configuration of any family."""
     for name, most in MAXIMA.items():
         size = getattr(config, name, 0)
         require(config, name, not is_integer(size) or size <= most, f"at most {most}")
 
 
 def check_shared_width(config: PreTrainedConfig, name: str = "hidden_size") -> None:
-    """Check that the heads share the width of the model evenly.
-
-    Raises:
-        ValueError: As `check_fields`.
-    """
+    """Check that the heads share the width of the model evenly."""
     heads = config.num_attention_heads
     require(config, name, getattr(config, name) % heads == 0, f"a multiple of {heads} heads")
 
 
 def check_positions(config: PreTrainedConfig) -> None:
-    """Check the fields of the position methods against each other.
-
-    Raises:
-        ValueError: As `check_fields`.
-    """
+    """Check the fields of the position methods against each other."""
     check_even(config, "position")
     require(config, "t5_num_buckets", config.t5_num_buckets >= 2, "at least 2")
     half = config.t5_num_buckets // 2
@@ -195,11 +183,7 @@ def check_positions(config: PreTrainedConfig) -> None:
 
 
 def check_even(config: PreTrainedConfig, field: str) -> None:
-    """Check that the size is even which the position method in this field halves.
-
-    Raises:
-        ValueError: As `check_fields`.
-    """
+    """Check that the size is even which the position method in this field halves."""
     method = METHODS[getattr(config, field)]
     if method.even is not None:
         holds = getattr(config, method.even) % 2 == 0

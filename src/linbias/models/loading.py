@@ -7,7 +7,6 @@ Nothing that is loaded is executed: weights are safetensors, or pickles read wit
 
 import copy
 import errno
-import io
 import json
 import pickle
 import re
@@ -33,34 +32,18 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from linbias._run.hub import answers
-from linbias.data.tokenizers import Tokenizer
-from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
-from linbias.models.encoders.bert_config import LinbiasBertConfig
-from linbias.models.families import NAMES, TASKS, Weights, find_family, is_plain
+from linbias.models.families import TASKS, families, find_family, is_plain
+from linbias.models.family import Weights
 from linbias.models.fields import check_sizes
 from linbias.models.fused import fuse
 from linbias.models.fused.family import Options
-from linbias.paper.config import PaperConfig
-from linbias.paper.dictionary import Dictionary
 
-_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+_FILES = ("model.safetensors", "pytorch_model.bin")
+_WEIGHTS = tuple(name + end for name in _FILES for end in ("", ".index.json"))
+Shapes = dict[str, tuple[list[int], list[int]]]
 _OPTIONS_OF_FUSE = {field.name for field in fields(Options)}
 # What heads add to a model. A model without the head leaves them where they are.
-_HEADS = (
-    "transform.",
-    "norm.",
-    "decoder.",
-    "classifier.",
-    "cls.",
-    "pooler.",
-    "lm_head.",
-    "score.",
-)
+_HEADS = tuple("transform. norm. decoder. classifier. cls. pooler. lm_head. score.".split())
 # Buffers that older versions of Transformers saved.
 _BUFFERS = re.compile(r"(position_ids|inv_freq|\.attn\.(masked_)?bias)$")
 
@@ -133,34 +116,34 @@ def _load(
             names = set(files.look_at_weights())  # which alone tell original encoders
         family = find_family(settings, names)
     if family is None:
+        all_names = ", ".join(dict.fromkeys(family.name for family in families()))
         raise ValueError(
-            f"load: {files.name!r} must hold a model of a family that is known ({', '.join(NAMES)}), "
+            f"load: {files.name!r} must hold a model of a family that is known ({all_names}), "
             f"or a causal one of Transformers, got model_type {files.model_type!r}"
         )
     config = family.read_config(settings, names)
     stored = files.look_at_weights()
     _check_kinds(stored)
     options = {name: changes.pop(name) for name in _OPTIONS_OF_FUSE & set(changes) if family.fused}
-    kinds = family.classes(config)
-    task = task or next(iter(kinds))
-    if task not in kinds:
+    tasks = tuple(family.classes) if family.tasks is None else family.tasks(config)
+    task = task or tasks[0]
+    if task not in tasks:
         raise ValueError(
-            f"load: task must be one of {tuple(kinds)} for {files.name!r}, a {family.name} model, got {task!r}"
+            f"load: task must be one of {tasks} for {files.name!r}, a {family.name} model, got "
+            f"{task!r}"
         )
-    if isinstance(
-        config, LinbiasBertConfig
-    ):  # the pooler that tasks need, and else the one that is there
-        has_pooler = task == "sequence" or any("pooler." in name for name in stored)
-        changes = {"pooler": has_pooler and task in ("base", "sequence"), **changes}
+    if family.fields_of_task is not None:
+        changes = {**family.fields_of_task(task, set(stored)), **changes}
     config = _changed(config, changes)
     check_sizes(config.get_text_config())
-    kind = kinds[task]
+    kind = family.classes[task]
     with torch.device("meta"):
         wanted = kind(copy.deepcopy(config))
     wanted.tie_weights()
     given = stored if family.rename is None else family.rename(stored)
     _check_fit(files.name, wanted, given, new_head)
-    dtype = dtype or max(given.values(), key=lambda x: x.is_floating_point() * x.numel()).dtype
+    floating = (x for x in given.values() if x.is_floating_point())
+    dtype = dtype or max(floating, key=Tensor.numel).dtype
     if family.rename is None:
         model = kind.from_pretrained(files.name, config=config, dtype=dtype, **files.options)
     else:
@@ -189,22 +172,10 @@ def _load_plain(
     if "quantization_config" not in files.settings:  # whose weights are stored in another way
         with torch.device("meta"):
             wanted = AutoModelForCausalLM.from_config(config)
-        known = {
-            name: (x, there)
-            for name, x in _aligned(wanted, stored).items()
-            if (there := dict(wanted.named_parameters()).get(name)) is not None
-        }
-        _check_kinds({name: x for name, (x, _) in known.items()})
-        _report(
-            files.name,
-            [],
-            [],
-            {
-                name: (list(x.shape), list(there.shape))
-                for name, (x, there) in known.items()
-                if x.shape != there.shape
-            },
-        )
+        asked = dict(wanted.named_parameters())
+        known = {name: x for name, x in _aligned(wanted, stored).items() if name in asked}
+        _check_kinds(known)
+        _report(files.name, [], [], _other_shapes(known, asked))
     model, info = AutoModelForCausalLM.from_pretrained(
         files.name,
         config=config,
@@ -219,50 +190,35 @@ def _load_plain(
 
 
 def load_tokenizer(folder: "str | Path | Files") -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model.
+    """Load the tokenizer of a model; a ValueError says that there is none, or it is not readable.
 
     Args:
         folder: As for `load`.
-
-    Raises:
-        ValueError: There is none, or it cannot be read.
     """
     files = Files.at("load_tokenizer", folder)
-    if (
-        files.model_type == PaperConfig.model_type
-        and not Path(files.name, "tokenizer.json").is_file()
-    ):
-        raise ValueError(
-            f"load_tokenizer: path must hold the tokenizer.json of its words, got {files.name!r} without "
-            "(`linbias paper convert --dict` writes it)"
-        )
     with _one_error("load_tokenizer", files.name):
         family = find_family(files.settings, set())
-        # Without a configuration Transformers would read that of the folder, which it may refuse or not know.
+        writer = None if family is None else family.needs_tokenizer_json
+        if writer is not None and not Path(files.name, "tokenizer.json").is_file():
+            raise ValueError(
+                "load_tokenizer: path must hold the tokenizer.json of its words, got "
+                f"{files.name!r} without (`{writer}` writes it)"
+            )
+        # Without a configuration Transformers would read that of the folder, which it may refuse.
         config = None if family is None else family.read_config(files.settings, set())
-        return AutoTokenizer.from_pretrained(
-            files.name,
-            config=config,
-            trust_remote_code=False,
-            local_files_only=files.local_files_only,
-        )
+        options = {"trust_remote_code": False, "local_files_only": files.local_files_only}
+        return AutoTokenizer.from_pretrained(files.name, config=config, **options)
 
 
 def encode(folder: "str | Path | Files", text: bytes) -> NDArray[Any]:
     """Turn a text of any size into the tokens of a model, without special tokens.
 
-    The tokens are those that the model's own training made of its text; each line of a `linbias-paper` model's
-    text ends in </s>.
+    The tokens are those that the model's own training made of its text; each line of a
+    `linbias-paper` model's text ends in </s>.
 
     Args:
         folder: As for `load`.
-        text: UTF-8.
-
-    Returns:
-        [tokens], integers.
-
-    Raises:
-        ValueError: The model has no readable tokenizer, or the text is not UTF-8.
+        text: UTF-8; else it is a ValueError, as where there is no readable tokenizer.
     """
     return encoder(folder)(text)
 
@@ -270,16 +226,9 @@ def encode(folder: "str | Path | Files", text: bytes) -> NDArray[Any]:
 def encoder(folder: "str | Path | Files") -> Callable[[bytes], NDArray[Any]]:
     """`encode` for many texts of one model, whose tokenizer is loaded once."""
     files = Files.at("encode", folder)
-    if files.model_type in (LinbiasConfig.model_type, LinbiasSeq2SeqConfig.model_type):
-        return Tokenizer.load(files.name).encode
-    if files.model_type == PaperConfig.model_type:
-        words = Dictionary.read(Path(files.name, "dict.txt"))
-
-        def encode_lines(text: bytes) -> NDArray[Any]:
-            lines = map(words.encode_line, io.StringIO(text.decode(), newline=None))
-            return np.fromiter((word for line in lines for word in line), np.int64)
-
-        return encode_lines
+    family = find_family(files.settings, set())
+    if family is not None and family.encoder is not None:
+        return family.encoder(files.name)
     tokenizer = load_tokenizer(files)
 
     def encode_text(text: bytes) -> NDArray[Any]:
@@ -381,11 +330,8 @@ class Files:
                 twice = sorted(found.keys() & weights)
                 weights |= found
             except Exception as error:  # damaged or hostile files can raise anything
-                asks = (
-                    ""
-                    if part.suffix == ".safetensors"
-                    else ", or asks for code, which was not run"
-                )
+                is_pickle = part.suffix != ".safetensors"
+                asks = ", or asks for code, which was not run" if is_pickle else ""
                 raise ValueError(f"{part.name} is damaged{asks}") from error
             if twice:
                 raise ValueError(f"{twice[0]} must lie in one file, got another in {part.name}")
@@ -469,11 +415,10 @@ def _look_at(part: Path) -> Weights:
 
 
 def _check_kinds(weights: Mapping[str, Any]) -> None:
-    for name, tensor in weights.items():
-        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        if not (
-            (isinstance(kind, torch.dtype) and kind.is_floating_point) or _BUFFERS.search(name)
-        ):
+    for name, x in weights.items():
+        is_floating = isinstance(x, Tensor) and x.is_floating_point()
+        if not (is_floating or _BUFFERS.search(name)):
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must hold floating numbers, got {kind}")
 
 
@@ -548,16 +493,10 @@ def _check_fit(folder: str, wanted: PreTrainedModel, given: Weights, new_head: b
     """
     prefix, given = f"{wanted.base_model_prefix}.", _aligned(wanted, given)
     state = wanted.state_dict(keep_vars=True)
-    stored = {
-        id(tensor) for name, tensor in state.items() if name in given
-    }  # tied ones count as well
+    stored = {id(x) for name, x in state.items() if name in given}  # tied ones count as well
     missing = [name for name, tensor in state.items() if id(tensor) not in stored]
-    body = "" if wanted.base_model is wanted else prefix
-    of_body = [
-        name
-        for name in missing
-        if name.startswith(body) and not name.removeprefix(prefix).startswith("pooler.")
-    ]
+    body, pooler = "" if wanted.base_model is wanted else prefix, (f"{prefix}pooler.", "pooler.")
+    of_body = [name for name in missing if name.startswith(body) and not name.startswith(pooler)]
     advice = "" if of_body else " (new_head=True starts them from fresh weights)"
     if new_head:
         missing = of_body
@@ -572,19 +511,20 @@ def _check_fit(folder: str, wanted: PreTrainedModel, given: Weights, new_head: b
         and not _BUFFERS.search(name)
         and not any(re.search(pattern, name) for pattern in ignored)
     ]
-    shapes = {
-        name: (list(tensor.shape), list(state[name].shape))
-        for name, tensor in given.items()
-        if name in state and tensor.shape != state[name].shape
-    }
-    _report(folder, missing, unknown, shapes, advice)
+    _report(folder, missing, unknown, _other_shapes(given, state), advice)
+
+
+def _other_shapes(given: Mapping[str, Tensor], asked: Mapping[str, Tensor]) -> Shapes:
+    """By name, the shapes that differ: the stored one and the one that is asked for."""
+    both = {name: (x.shape, asked[name].shape) for name, x in given.items() if name in asked}
+    return {name: (list(x), list(y)) for name, (x, y) in both.items() if x != y}
 
 
 def _report(
     folder: str,
     missing: Iterable[str],
     unknown: Iterable[str],
-    shapes: Mapping[str, tuple[list[int], list[int]]],
+    shapes: Shapes,
     advice: str = "",
 ) -> None:
     """Raise one error about all weights that do not fit, with advice about missing ones."""

@@ -33,8 +33,6 @@ from linbias.torch import attention, merge
 from linbias.torch.constant import constant
 from linbias.variants import variant_slopes
 
-_NO_OPTIONS = AttendOptions()
-
 
 class Sloped(Biased):
     """Subtract slope * distance from every score, with slopes for each side: what the ALiBi variants share.
@@ -131,24 +129,15 @@ class LittleBird(Asymmetric):
         if hasattr(self, "first"):
             init.zeros_(self.first)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         (B, H, T, D), S = q.shape, k.shape[2]
         slopes = self.fall(q, k.shape[2], options)
         first, end = _ends(options, B, S, q.device)
         start = query_start_of(q, k, options).expand(B, 1)[:, 0]
         others = torch.stack([(first + 1).minimum(end), end], dim=-1)
-        run = partial(
-            attention,
-            k=k,
-            v=v,
-            causal=False,
-            key_range=others,
-            dropout=options.dropout,
-            implementation=self._implementation,
-            return_lse=True,
-        )
+        how: Any = {"dropout": options.dropout, "implementation": self.implementation}
+        how |= {"causal": False, "key_range": others, "return_lse": True}
+        run = partial(attention, k=k, v=v, **how)
         out, lse = run(q, **slopes, query_start=start)
         flat, bias = torch.zeros_like(self.first), self.first.to(lse.dtype)[:, None]
 
@@ -167,7 +156,7 @@ class LittleBird(Asymmetric):
         kept = dropout(torch.ones_like(score), options.dropout)[..., None]
         return merge((out, kept.to(v.dtype) * v_first), (lse, score))[0]
 
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
         B, S = q.shape[0], k.shape[2]
         left, right = (
             x.reshape(-1, x.shape[-1], 1, 1) for x in self.fall(q, k.shape[2], options).values()
@@ -199,9 +188,7 @@ class LocalWindow(Sloped):
             found["mask"] = (steps[:, None] - steps).abs() <= self._window
         return found
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         (B, _, S, _), window = q.shape, self._window
         assert k.shape[2] == S, "a window is read without a cache"
         if S <= 3 * window:  # fewer scores than in blocks
@@ -220,6 +207,7 @@ class LocalWindow(Sloped):
             0, 3 * window
         )
         near = (steps[:window, None] + window - steps).abs() <= window
+        how: Any = {"dropout": options.dropout, "implementation": self.implementation}
         out = attention(
             blocks.transpose(1, 2).flatten(0, 1),
             k.permute(0, 2, 1, 4, 3).flatten(0, 1),
@@ -229,8 +217,7 @@ class LocalWindow(Sloped):
             query_start=torch.full((B * count,), window, device=q.device),
             mask=near,
             causal=False,
-            dropout=options.dropout,
-            implementation=self._implementation,
+            **how,
         )
         return out.unflatten(0, (B, count)).transpose(1, 2).flatten(2, 3)[:, :, :S]
 

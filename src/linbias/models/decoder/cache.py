@@ -22,7 +22,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from linbias.models.decoder.places import Places
+from linbias.models.decoder.layout import TokenLayout
 from linbias.torch import decoding
 from linbias.torch.decoding import FEW_QUERIES
 
@@ -38,7 +38,8 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
         if cache is not None:
             if kwargs.get("past_key_values") is not None:
                 raise ValueError(
-                    f"{type(self).__name__}: give either cache or past_key_values, its older name, and not both"
+                    f"{type(self).__name__}: give either cache or past_key_values, its older "
+                    "name, and not both"
                 )
             kwargs["past_key_values"] = cache
         return forward(self, *args, **kwargs)
@@ -51,7 +52,13 @@ class AttendingLayer(CacheLayerMixin):
 
     @abstractmethod
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None, places: Places
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: Tensor,
+        scale: float | None,
+        layout: TokenLayout,
     ) -> Tensor:
         """Append new tokens, and let their queries attend to what is kept.
 
@@ -60,17 +67,23 @@ class AttendingLayer(CacheLayerMixin):
             k, v: [B, G, T, D], of the new tokens.
             slopes: [H], float32 or wider.
             scale: Factor on q . k; None is 1 / sqrt(D).
-            places: Where the new tokens stand.
+            layout: Where the new tokens stand.
 
         Returns:
             [B, H, T, D].
         """
 
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> Any:
         """Refuse: there is no one set of keys for all heads."""
         raise ValueError(
-            f"{type(self).__name__}: a cache whose heads keep different keys must be given to a model with linear biases "
-            "that runs on linbias (linbias.models.load gives one)"
+            f"{type(self).__name__}: a cache whose heads keep different keys must be given to a "
+            "model with linear biases that runs on linbias (linbias.models.load gives one)"
         )
 
 
@@ -140,15 +153,10 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append new tokens.
-
-        Args:
-            key_states: [B, G, T, D].
-            value_states: [B, G, T, E].
-            args, kwargs: Taken for Transformers' sake, and not used.
+        """Append new tokens [B, G, T, D] and [B, G, T, E]; the other arguments are not used.
 
         Returns:
-            All keys [B, G, S, D] and values [B, G, S, E]. They keep what they hold, whatever is appended later.
+            All keys [B, G, S, D] and values [B, G, S, E], which stay whatever is appended later.
         """
         if torch.compiler.is_compiling():
             self._buffers = self._last = None
@@ -167,16 +175,12 @@ class GrowingLayer(DynamicLayer):
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None
     ) -> Tensor | None:
-        """Append a few new tokens, none of them padding, and attend to all, in one step of `linbias.torch.decoding`.
+        """Append a few new tokens, none of them padding, and attend to all in one step.
 
-        Args:
-            q: [B, H, T, D].
-            k, v: [B, G, T, D] and [B, G, T, E].
-            slopes: [H] or [B, H], float32 or wider.
-            scale: Factor on q . k; None is 1 / sqrt(D).
+        Arguments are those of `AttendingLayer.attend`; slopes may be [B, H] as well.
 
         Returns:
-            [B, H, T, E]; or None, and nothing has changed, where it takes `update`, `key_bound` and `attention`.
+            [B, H, T, E]; or None, and nothing has changed, where it takes `update` and `attention`.
         """
         old, T = self.get_seq_length(), k.shape[2]
         self._forget_if_replaced()
@@ -185,9 +189,8 @@ class GrowingLayer(DynamicLayer):
         if T > FEW_QUERIES or torch.is_grad_enabled():  # before anything is moved to make room
             return None
         buffers = self._with_room_for(k, v)
-        out = decoding.decode(
-            *(q, k, v, buffers.keys, buffers.values, old, self._bound, slopes, scale)
-        )
+        kept = (buffers.keys, buffers.values, old, self._bound)
+        out = decoding.decode(q, k, v, *kept, slopes, scale)
         if out is not None:
             self._take(buffers, old + T)
             self._num_bounded = old + T
@@ -227,9 +230,9 @@ class GrowingLayer(DynamicLayer):
         buffers = self._buffers
         if buffers is None or buffers.num_written != old or buffers.keys.shape[2] < new:
             buffers = self._buffers = _Buffers(
-                _with_room(self.keys, old, key_states, new),
-                _with_room(self.values, old, value_states, new),
-                old,
+                keys=_with_room(self.keys, old, key_states, new),
+                values=_with_room(self.values, old, value_states, new),
+                num_written=old,
             )
         return buffers
 
@@ -268,13 +271,10 @@ def _with_room(kept: Tensor, old: int, added: Tensor, new: int) -> Tensor:
 
 
 def use_growing_layers(cache: Cache) -> None:
-    """Replace the layers of a cache that grow as Transformers' own do, and are empty yet, by `GrowingLayer`s.
+    """Replace the empty layers of a cache that grow as Transformers' own do by `GrowingLayer`s.
 
-    All others stay: layers of another kind, layers that hold tokens, and those of a cache that moves its layers
-    off the device (`offloading`), where buffers would keep what is to leave.
-
-    Args:
-        cache: Changed in place.
+    All others stay, and those of a cache that moves its layers off the device (`offloading`), where
+    buffers would keep what is to leave.
     """
     if cache.offloading:
         return
@@ -288,11 +288,11 @@ def use_growing_layers(cache: Cache) -> None:
 def keep_beside(cache: Cache, index: int, states: Tensor) -> Tensor:
     """Append what new tokens have beside keys and values, and return that of all tokens.
 
-    It is kept as the keys of a layer of its own, behind those of the model: whatever reorders, selects, crops or resets
-    the cache does the same there.
+    It is kept as the keys of a layer of its own, behind those of the model: whatever reorders,
+    selects, crops or resets the cache does the same there.
 
     Args:
-        cache: One that keeps all tokens, and holds keys already. It is given the layer, if it has none.
+        cache: One that keeps all tokens, and holds keys already. It is given the layer.
         index: Of the layer, at least the number of the model's.
         states: [B, heads, T, size], any dtype.
 
@@ -304,8 +304,8 @@ def keep_beside(cache: Cache, index: int, states: Tensor) -> Tensor:
     """
     if cache.offloading:
         raise ValueError(
-            "linbias: past_key_values must stay on the device for a model with learned steps between tokens, got a cache "
-            "with offloading"
+            "linbias: past_key_values must stay on the device for a model with learned steps "
+            "between tokens, got a cache with offloading"
         )
     first = cache.layers[0]
     while len(cache.layers) <= index:
@@ -315,14 +315,11 @@ def keep_beside(cache: Cache, index: int, states: Tensor) -> Tensor:
     return kept
 
 
-def decode(
-    cache: Cache, index: int, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None
-) -> Tensor | None:
-    """As `GrowingLayer.decode`, of a layer of any cache; None where it has not come to be, or is another."""
+def growing_layer(cache: Cache, index: int) -> GrowingLayer | None:
+    """The layer of a cache, where it has come to be a `GrowingLayer`, and no graph is made."""
     layer = cache.layers[index] if index < len(cache.layers) else None
-    if torch.compiler.is_compiling() or type(layer) is not GrowingLayer:
-        return None
-    return layer.decode(q, k, v, slopes, scale)
+    may_be_growing = type(layer) is GrowingLayer and not torch.compiler.is_compiling()
+    return layer if may_be_growing else None
 
 
 def key_bound(layer: CacheLayerMixin) -> Tensor | None:
@@ -332,8 +329,8 @@ def key_bound(layer: CacheLayerMixin) -> Tensor | None:
         layer: Of any cache, just updated.
 
     Returns:
-        [B, G], or None: for layers that are no `GrowingLayer`, for one without keys, and under `torch.compile`,
-        where a count that changes at every step would mean a graph for every step.
+        [B, G], or None: for layers that are no `GrowingLayer`, for one without keys, and under
+        `torch.compile`, where a count that changes would mean a graph for every step.
     """
     if torch.compiler.is_compiling() or not isinstance(layer, GrowingLayer):
         return None

@@ -145,8 +145,7 @@ class LinbiasSeq2SeqConfig(LinbiasConfig):
 
     model_type = "linbias-seq2seq"
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
-        "past_key_values",
-        "cache",
+        *LinbiasConfig.keys_to_ignore_at_inference,
         "encoder_last_hidden_state",
     ]
 

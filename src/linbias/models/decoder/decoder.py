@@ -14,18 +14,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
-from linbias.models.decoder.cache import (
-    CACHE,
-    attending_layer,
-    decode,
-    keep_beside,
-    key_bound,
-    takes_cache,
-    use_growing_layers,
-)
-from linbias.models.decoder.packing import attend_packed, packed_weights
-from linbias.models.decoder.places import Places, fill_room, read_attention_mask
-from linbias.models.decoder.positions import AttendOptions, Biased, Position, Stepped
+from linbias.models.decoder.attend import How, Steps, attend
+from linbias.models.decoder.cache import CACHE, attending_layer, takes_cache, use_growing_layers
+from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
+from linbias.models.decoder.positions import Position, Stepped
 
 
 class SelfAttention(nn.Module):
@@ -62,12 +54,13 @@ class SelfAttention(nn.Module):
             )
         return projected.split(self.widths, dim=-1)
 
-    def make_steps(self, hidden: Tensor, position: Position) -> tuple[Tensor, ...]:
-        """The steps of new tokens, [B, H, T, 1], which go where keys go; none but for a `Stepped` method."""
+    def make_steps(self, hidden: Tensor, position: Position) -> Steps | None:
+        """The steps of new tokens, which go where keys go; None but for a `Stepped` method."""
         if not isinstance(position, Stepped):
-            return ()
+            return None
         assert self.gate is not None
-        return (position.steps(self.gate(hidden)).transpose(1, 2)[..., None],)
+        lengths = position.steps(self.gate(hidden)).transpose(1, 2)[..., None]
+        return Steps(lengths=lengths, layer=self.index_beside)
 
     def project_out(self, gathered: Tensor) -> Tensor:
         """Return [B, T, hidden_size] for what the heads gathered, [B, T, H * D]."""
@@ -77,93 +70,27 @@ class SelfAttention(nn.Module):
         self,
         hidden: Tensor,
         position: Position,
-        places: Places,
+        layout: TokenLayout,
         keep: int,
-        output_attentions: bool,
         past_key_values: Cache | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [B, keep, hidden_size], what the last `keep` of the new tokens gather, and their weights, if asked."""
+        """Return [B, keep, hidden_size], what the last `keep` tokens gather, and weights or None."""
         q, k, v = (
             part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for part in self.project_in(hidden)
         )
-        q, k = position.rotate(q, k, places.positions)
-        steps = self.make_steps(hidden, position)
-        dropout = self.dropout if self.training else 0.0
-        weights = None
-        if places.packing is not None:
-            gathered = attend_packed(
-                lambda q, k, v, r, *steps: position.attend(
-                    q, k, v, _from_start(r, *steps, dropout=dropout)
-                ),
-                places.packing,
-                *(q, k, v, *steps),
-            )[:, :, q.shape[2] - keep :]
-            if output_attentions:
-                weights = packed_weights(
-                    lambda q, k, r, *steps: position.weights(q, k, _from_start(r, *steps)),
-                    places.packing,
-                    *(q, k, *steps),
-                )
-        elif (own := attending_layer(past_key_values, self.layer_index)) is not None:
-            if not isinstance(position, Biased) or steps:
-                raise ValueError(
-                    f"{type(self).__name__}: a cache whose heads keep different keys must be given to a model with linear biases "
-                    f"that do not depend on the text, got one with {type(position).__name__}"
-                )
-            fall = position.fall(q, k.shape[2], AttendOptions())
-            places = replace(places, need_weights=output_attentions)
-            gathered = own.attend(q, k, v, fall["slopes"], fall.get("scale"), places)[:, :, -keep:]
-        elif (
-            not (output_attentions or steps or self.training)
-            and (decoded := self._decode(q, k, v, position, places, past_key_values)) is not None
-        ):
-            gathered = decoded[:, :, decoded.shape[2] - keep :]
-        else:
-            bound = None
-            if past_key_values is not None:
-                k, v = past_key_values.update(k, v, self.layer_index)
-                steps = tuple(keep_beside(past_key_values, self.index_beside, x) for x in steps)
-                if position.uses_key_bound:
-                    bound = key_bound(past_key_values.layers[self.layer_index])
-            kept = places.last_queries(keep)
-            options = AttendOptions(
-                *(kept.key_range, kept.query_start, bound, dropout), _positions(*steps)
-            )
-            q = q[:, :, q.shape[2] - keep :]
-            gathered = position.attend(q, k, v, options)
-            if output_attentions:
-                weights = position.weights(q, k, options)
-        return self.project_out(gathered.transpose(1, 2).flatten(2)), weights
-
-    def _decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position: Position,
-        places: Places,
-        cache: Cache | None,
-    ) -> Tensor | None:
-        """What a few new tokens gather, appended to a cache in the same step; None, and nothing is appended, where it takes several."""
-        if cache is None or not (
-            isinstance(position, Biased) and position.decodes and places.are_last
-        ):
-            return None
-        num_keys = cache.get_seq_length(self.layer_index) + k.shape[2]
-        fall = position.fall(q, num_keys, AttendOptions())
-        return decode(cache, self.layer_index, q, k, v, fall["slopes"], fall.get("scale"))
-
-
-def _from_start(key_range: Tensor | None, *steps: Tensor, dropout: float = 0.0) -> AttendOptions:
-    """Options of texts whose first query stands at the first key, as in a packed batch."""
-    start = None if key_range is None else torch.zeros_like(key_range[:, 0])
-    return AttendOptions(key_range, start, dropout=dropout, positions=_positions(*steps))
-
-
-def _positions(steps: Tensor | None = None) -> Tensor | None:
-    """[B, H, S], where the keys stand that came by steps [B, H, S, 1]: in float64, since far from 0 the nearest differ least."""
-    return None if steps is None else steps.squeeze(-1).double().cumsum(-1)
+        q, k = position.rotate(q, k, layout.positions)
+        how = How(
+            method=position,
+            layout=layout,
+            cache=past_key_values,
+            layer=self.layer_index,
+            dropout=self.dropout if self.training else None,
+            keep=keep,
+            steps=self.make_steps(hidden, position),
+        )
+        gathered, weights = attend(q, k, v, how)
+        return self.project_out(gathered), weights
 
 
 class DecoderBlock(GradientCheckpointingLayer):
@@ -180,19 +107,16 @@ class DecoderBlock(GradientCheckpointingLayer):
         self,
         hidden: Tensor,
         position: Position,
-        places: Places,
+        layout: TokenLayout,
         keep: int,
-        output_attentions: bool = False,
         past_key_values: Cache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the last `keep` tokens of hidden [B, T, hidden_size], and their attention weights, if asked."""
+        """Return the last `keep` tokens of hidden [B, T, hidden_size], and weights or None."""
         parts: list[Any] = [getattr(self, name, None) for name in self.names]
         norm, attention, feed_forward_norm, feed_forward = parts
         skipped = hidden.shape[1] - keep
         normed = norm(hidden)
-        attended, weights = attention(
-            normed, position, places, keep, output_attentions, past_key_values
-        )
+        attended, weights = attention(normed, position, layout, keep, past_key_values)
         hidden = hidden[:, skipped:]
         if self.parallel:
             return hidden + self.dropout(attended + feed_forward(normed[:, skipped:])), weights
@@ -283,23 +207,24 @@ class Decoder(DecoderPreTrainedModel):
             input_ids: [B, T] token ids.
             attention_mask: [B, S], S = cached + T; zero marks padding. The tokens of a row that are
                 no padding stand together. None means no padding.
-            position_ids: [1 or B, T], the number of each token in its text. Numbers that start anew mark several
-                texts in one row, as `DataCollatorWithFlattening` packs them: none sees another, and there is no
-                cache. None: counted from the first token of each row that is no padding.
+            position_ids: [1 or B, T], the number of each token in its text. Numbers that start
+                anew mark several texts in one row, as `DataCollatorWithFlattening` packs them:
+                none sees another, and there is no cache. None: counted from each row's first
+                token.
             past_key_values: A growing or static cache of earlier tokens. It is extended in place.
-            inputs_embeds: [B, T, hidden_size], what `embed_tokens` would return, in place of
-                input_ids.
+            inputs_embeds: [B, T, hidden_size], what `embed_tokens` would return, in place of ids.
             use_cache: Make and return a cache. None means config.use_cache, but never while
                 training, nor for several texts in a row.
-            output_attentions: Return the attention weights of every block, [B, H, T, S] before dropout. They need
-                memory for all of them, which the attention itself does not.
+            output_attentions: Return the attention weights of every block, [B, H, T, S] before
+                dropout, in memory that the attention itself does not need.
             output_hidden_states: Return the input of every block and the final output as well.
             keep: Return the states of the last so many tokens only, which saves work in the last
                 block; 0 means all.
 
         Raises:
-            ValueError: Not exactly one kind of input, a cache for a model that reads in both directions, a mask of the wrong shape or with gaps, position_ids of the
-                wrong shape or of several texts with a cache, or more tokens than a learned position table or a
+            ValueError: Not exactly one kind of input, a cache for a model that reads in both
+                directions, a mask of the wrong shape or with gaps, position_ids of the wrong shape
+                or of several texts with a cache, or more tokens than a learned position table or a
                 static cache has room for.
             IndexError: An id beyond the vocabulary.
         """
@@ -314,32 +239,28 @@ class Decoder(DecoderPreTrainedModel):
                 )
             use_cache = False
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        places = self._read_mask(
+        layout = self._read_mask(
             attention_mask, position_ids, embedded, past_key_values, bool(use_cache)
         )
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and places.packing is None
+            use_cache = self.config.use_cache and not self.training and layout.packing is None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
             use_growing_layers(past_key_values)
         output_attentions, output_hidden_states = asked(
             self.config, output_attentions, output_hidden_states
         )
-        hidden = self.before_layers(embedded, places.positions)
+        layout = replace(layout, need_weights=output_attentions)
+        hidden = self.before_layers(embedded, layout.positions)
         num_tokens = hidden.shape[1]
-        keep = min(keep or num_tokens, num_tokens)
         states: tuple[Tensor, ...] = ()
         attentions: tuple[Tensor, ...] = ()
         for index, layer in enumerate(self.layers, 1):
             if output_hidden_states:
                 states += (hidden,)
+            kept = min(keep or num_tokens, num_tokens) if index == len(self.layers) else num_tokens
             hidden, weights = layer(
-                hidden,
-                self.position,
-                places,
-                keep if index == len(self.layers) else num_tokens,
-                output_attentions,
-                past_key_values=past_key_values,
+                hidden, self.position, layout, kept, past_key_values=past_key_values
             )
             if output_attentions:
                 attentions += (weights,)
@@ -358,29 +279,23 @@ class Decoder(DecoderPreTrainedModel):
         embedded: Tensor,
         past_key_values: Cache | None,
         use_cache: bool,
-    ) -> Places:
+    ) -> TokenLayout:
         """Where the new tokens stand, after those of a cache."""
-        name = type(self).__name__
-        num_cached: int | Tensor = 0
-        is_static = False
-        if past_key_values is not None:
-            use_growing_layers(past_key_values)
-            num_cached = past_key_values.get_seq_length()
-            is_static = past_key_values.is_compileable
-            if is_static and not torch.compiler.is_compiling():
-                num_keys = int(num_cached) + embedded.shape[1]
-                room = past_key_values.layers[0].get_max_length()
-                if num_keys > room:
-                    raise ValueError(
-                        f"{name}: past_key_values must have room for {num_keys} tokens, "
-                        f"got a static cache of {room}"
-                    )
-        return read_attention_mask(
-            *(name, attention_mask, embedded, num_cached),
-            position_ids=position_ids,
-            has_cache=past_key_values is not None or use_cache,
-            has_room=is_static,
-        )
+        name, cache = type(self).__name__, past_key_values
+        if cache is None:
+            how: Any = {"position_ids": position_ids, "has_cache": use_cache}
+            return read_attention_mask(name, attention_mask, embedded, 0, **how)
+        use_growing_layers(cache)
+        num_cached = cache.get_seq_length()
+        if cache.is_compileable and not torch.compiler.is_compiling():
+            num_keys, room = int(num_cached) + embedded.shape[1], cache.layers[0].get_max_length()
+            if num_keys > room:
+                raise ValueError(
+                    f"{name}: past_key_values must have room for {num_keys} tokens, "
+                    f"got a static cache of {room}"
+                )
+        how = {"position_ids": position_ids, "has_cache": True, "has_room": cache.is_compileable}
+        return read_attention_mask(name, attention_mask, embedded, num_cached, **how)
 
 
 def asked(

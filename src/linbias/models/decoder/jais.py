@@ -154,8 +154,6 @@ _RULES = {
 class StoredSlopes(Biased):
     """ALiBi with the slopes that lie among the weights."""
 
-    uses_key_bound = True
-
     def __init__(self, config: JaisConfig) -> None:
         super().__init__(config)
         values = torch.tensor(slopes(config.n_head), dtype=torch.float32)

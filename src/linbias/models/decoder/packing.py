@@ -7,7 +7,6 @@ be attended to alone, so texts of about the same length run as one batch, padded
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -70,6 +69,17 @@ class Packing(NamedTuple):
         ]
         return torch.cat(tokens)[self.back].unflatten(0, (B, T)).transpose(1, 2)
 
+    def put_weights_back(self, parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+        """[B, H, T, T] of each group's weights; B, H and T are the first of the sizes."""
+        B, H, T = shape[:3]
+        whole = parts[0].new_zeros(B, H, T, T)
+        for part, group in zip(parts, self.groups, strict=True):
+            for weight, rows, length in zip(part, group.rows, group.lengths.tolist(), strict=True):
+                row, first = divmod(int(rows[0]), T)
+                text = slice(first, first + length)
+                whole[row, :, text, text] = weight[:, :length, :length]
+        return whole
+
 
 # Where a text starts decides shapes, which no graph can hold: a compiled model breaks its graph here.
 @torch.compiler.disable
@@ -113,63 +123,3 @@ def find_packing(position_ids: Tensor, is_token: Tensor | None) -> Packing | Non
 def _group(first: Tensor, lengths: Tensor) -> Group:
     steps = torch.arange(int(lengths.max()), device=first.device)
     return Group(first[:, None] + steps.minimum(lengths[:, None] - 1), lengths)
-
-
-@torch.compiler.disable
-def attend_packed(
-    attend: Callable[..., Tensor],
-    packing: Packing,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *others: Tensor,
-) -> Tensor:
-    """Let every text of a packed batch attend to itself alone.
-
-    Args:
-        attend: Called for each group with q, k, v, a key range or None, and the others; returns what the queries gather.
-        packing: Of the batch.
-        q: [B, H, T, D].
-        k: [B, G, T, D].
-        v: [B, G, T, D].
-        others: [B, heads, T, size], what tokens have beside them.
-
-    Returns:
-        [B, H, T, D].
-    """
-    parts = []
-    for group in packing.groups:
-        q_of, k_of, v_of, *rest = (packing.take(x, group) for x in (q, k, v, *others))
-        parts.append(attend(q_of, k_of, v_of, group.key_range(), *rest))
-    return packing.put_back(parts, q.shape)
-
-
-def packed_weights(
-    weights: Callable[..., Tensor],
-    packing: Packing,
-    q: Tensor,
-    k: Tensor,
-    *others: Tensor,
-) -> Tensor:
-    """The attention weights [B, H, T, T] of a packed batch: zero between texts.
-
-    Args:
-        weights: Called for each group with q, k, a key range or None, and the others; returns its weights.
-        packing: Of the batch.
-        q: [B, H, T, D].
-        k: [B, G, T, D].
-        others: [B, heads, T, size], what tokens have beside them.
-    """
-    B, H, T, _ = q.shape
-    found: Tensor | None = None
-    for group in packing.groups:
-        q_of, k_of, *rest = (packing.take(x, group) for x in (q, k, *others))
-        part = weights(q_of, k_of, group.key_range(), *rest)
-        if found is None:
-            found = part.new_zeros(B, H, T, T)
-        for weight, rows, length in zip(part, group.rows, group.lengths.tolist(), strict=True):
-            row, first = divmod(int(rows[0]), T)
-            text = slice(first, first + length)
-            found[row, :, text, text] = weight[:, :length, :length]
-    assert found is not None
-    return found

@@ -11,7 +11,7 @@ method, and `make_position` builds the one that a configuration names.
 
 Letters as in DESIGN section 1: B batch, T new tokens, S keys (the cached ones and the new), H query
 heads, G key/value heads, D head size. `positions` is [1 or B, T] and counts from the first token of
-a row that is no padding (`linbias.models.decoder.places.Places`).
+a row that is no padding (`linbias.models.decoder.layout.TokenLayout`).
 """
 
 import math
@@ -49,7 +49,7 @@ class AttendOptions(NamedTuple):
     positions: Tensor | None = None
 
 
-_NO_OPTIONS = AttendOptions()
+NO_OPTIONS = AttendOptions()
 
 
 class Position(nn.Module):
@@ -66,15 +66,21 @@ class Position(nn.Module):
         super().__init__()
         self.causal = causal
 
+    @property
+    def why_not_slopes(self) -> str:
+        """Why a cache cannot attend itself: slopes do not say it all."""
+        return (
+            "a cache whose heads keep different keys must be given to a model with linear biases "
+            f"that do not depend on the text, got one with {type(self).__name__}"
+        )
+
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
         return hidden
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         """Return [B, H, T, D] for q [B, H, T, D] and k, v [B, G, S, D]."""
         refuse_pieces(type(self).__name__)
         T, S = q.shape[2], k.shape[2]
@@ -91,7 +97,7 @@ class Position(nn.Module):
             q, k, v, visible[:, None], options.dropout, enable_gqa=grouped
         )
 
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
         """Return the weights [B, H, T, S] of `attend` before dropout, at least float32; all of them in memory.
 
         A query that sees no key has zeros.
@@ -132,49 +138,48 @@ class Position(nn.Module):
         return seen | ~seen.any(-1, keepdim=True)
 
 
-class Biased(Position):
+class LinearBias:
     """Attend through `linbias.torch.attention`, which leaves far keys unread: what the ALiBi methods share.
 
     A method says what scores fall by: `fall`.
     """
 
-    def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
-        super().__init__(config, causal)
-        self._implementation = config.attention_implementation
+    uses_key_bound = True
+    causal = True
+    implementation: str
+    why_not_slopes: str
 
     @property
     def decodes(self) -> bool:
-        """Whether slopes and a scale say it all, and the compiled core may compute it."""
-        return self.causal and self.uses_key_bound and self._implementation in ("auto", "cpu")
+        """Whether the compiled core may compute it."""
+        return self.causal and self.implementation in ("auto", "cpu")
 
     def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
         """Return the arguments of `linbias.torch.attention` that the method is: slopes, and perhaps scale and mask."""
         raise NotImplementedError
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         given = {**self.fall(q, k.shape[2], options), **options._asdict()}
-        implementation: str = self._implementation
-        return attention(
-            q, k, v, causal=self.causal, implementation=implementation, return_lse=False, **given
-        )
+        how: Any = {"causal": self.causal, "implementation": self.implementation}
+        return attention(q, k, v, return_lse=False, **how, **given)
 
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
-        return attention_weights(
-            *(q, k),
-            **self.fall(q, k.shape[2], options),
-            causal=self.causal,
-            key_range=options.key_range,
-            query_start=options.query_start,
-            positions=options.positions,
-        )
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
+        names = ("key_range", "query_start", "positions")
+        given = {name: getattr(options, name) for name in names}
+        fall = self.fall(q, k.shape[2], options)
+        return attention_weights(q, k, **fall, causal=self.causal, **given)
+
+
+class Biased(LinearBias, Position):
+    """A position method that is a linear bias."""
+
+    def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
+        super().__init__(config, causal)
+        self.implementation = config.attention_implementation
 
 
 class Alibi(Biased):
     """Subtract slope * distance from every score (Press et al., arXiv 2108.12409)."""
-
-    uses_key_bound = True
 
     def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
         super().__init__(config, causal)
@@ -193,7 +198,6 @@ class Stepped(Biased):
     number for each head, which a projection gives (`make_gate`). A method says what becomes of it: `steps`.
     """
 
-    uses_key_bound = True
     has_gate_bias = False  # whether that projection adds a number for each head
 
     def steps(self, gates: Tensor) -> Tensor:
@@ -294,9 +298,7 @@ class T5(Position):
         self.bias = nn.Embedding(config.t5_num_buckets, config.num_attention_heads)
         self._max_distance = config.t5_max_distance
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         T, S = q.shape[2], k.shape[2]
         if T == 0 or S == 0:
             return super().attend(q, k, v, options)

@@ -8,7 +8,8 @@ Source: the discussion "Modifying ALiBi for Encoder-Attention or Cross-Attention
 the encoder and in the decoder, and none in cross-attention, as in T5 (arXiv 1910.10683).
 """
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,13 @@ from transformers.utils import can_return_tuple
 from linbias.models.decoder import decoder
 from linbias.models.decoder.cache import CACHE, takes_cache
 from linbias.models.decoder.config import LinbiasSeq2SeqConfig
+from linbias.models.decoder.layout import TokenLayout, read_attention_mask
 from linbias.models.decoder.linbias import (
     FeedForward,
     LinbiasModel,
     LinbiasPreTrainedModel,
     SelfAttention,
 )
-from linbias.models.decoder.places import Places, read_attention_mask
 from linbias.models.decoder.positions import Position, make_position
 from linbias.torch import attention, attention_weights
 from linbias.torch.constant import constant
@@ -59,26 +60,17 @@ class CrossAttention(nn.Module):
         hidden: Tensor,
         memory: Tensor,
         memory_range: Tensor | None,
-        output_attentions: bool,
+        need_weights: bool,
         past_key_values: EncoderDecoderCache | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return what each of hidden [B, T, hidden_size] gathers, and the weights [B, H, T, S], if asked."""
         q = self._heads(self.q(hidden))
         k, v = self._keys_and_values(memory, past_key_values)
         flat = constant(self.no_slopes, torch.promote_types(q.dtype, torch.float32), q.device)
-        gathered = attention(
-            q,
-            k,
-            v,
-            flat,
-            causal=False,
-            key_range=memory_range,
-            dropout=self.dropout if self.training else 0.0,
-            implementation=self.implementation,
-        )
-        weights = None
-        if output_attentions:
-            weights = attention_weights(q, k, flat, causal=False, key_range=memory_range)
+        seen: Any = {"causal": False, "key_range": memory_range}
+        how: Any = {"dropout": self.dropout if self.training else 0.0, **seen}
+        gathered = attention(q, k, v, flat, implementation=self.implementation, **how)
+        weights = attention_weights(q, k, flat, **seen) if need_weights else None
         return self.out(gathered.transpose(1, 2).flatten(2)), weights
 
     def _keys_and_values(
@@ -118,18 +110,17 @@ class CrossBlock(GradientCheckpointingLayer):
         memory: Tensor,
         memory_range: Tensor | None,
         position: Position,
-        places: Places,
-        output_attentions: bool = False,
+        layout: TokenLayout,
         past_key_values: EncoderDecoderCache | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return hidden [B, T, hidden_size], and the weights of self- and cross-attention, if asked."""
         own = None if past_key_values is None else past_key_values.self_attention_cache
         attended, weights = self.attention(
-            self.norm(hidden), position, places, hidden.shape[1], output_attentions, own
+            self.norm(hidden), position, layout, hidden.shape[1], own
         )
         hidden = hidden + self.dropout(attended)
         attended, cross_weights = self.cross_attention(
-            self.cross_norm(hidden), memory, memory_range, output_attentions, past_key_values
+            self.cross_norm(hidden), memory, memory_range, layout.need_weights, past_key_values
         )
         hidden = hidden + self.dropout(attended)
         fed = self.feed_forward(self.feed_forward_norm(hidden))
@@ -177,9 +168,10 @@ class LinbiasDecoder(decoder.Decoder, LinbiasSeq2SeqPreTrainedModel):
             output_attentions, output_hidden_states: As of `LinbiasSeq2SeqModel`.
         """
         own = None if past_key_values is None else past_key_values.self_attention_cache
-        places = self._read_mask(attention_mask, None, embedded, own, use_cache=own is not None)
+        layout = self._read_mask(attention_mask, None, embedded, own, use_cache=own is not None)
+        layout = replace(layout, need_weights=output_attentions)
         memory_range = read_attention_mask(type(self).__name__, memory_mask, memory, 0).key_range
-        hidden = self.before_layers(embedded, places.positions)
+        hidden = self.before_layers(embedded, layout.positions)
         states: tuple[Tensor, ...] = ()
         attentions: tuple[Tensor, ...] = ()
         cross_attentions: tuple[Tensor, ...] = ()
@@ -187,7 +179,11 @@ class LinbiasDecoder(decoder.Decoder, LinbiasSeq2SeqPreTrainedModel):
             if output_hidden_states:
                 states += (hidden,)
             hidden, weights, cross_weights = layer(
-                *(hidden, memory, memory_range, self.position, places, output_attentions),
+                hidden,
+                memory,
+                memory_range,
+                self.position,
+                layout,
                 past_key_values=past_key_values,
             )
             if output_attentions:
@@ -287,15 +283,10 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
-            past_key_values = EncoderDecoderCache(
-                DynamicCache(config=self.config), DynamicCache(config=self.config)
-            )
-        decoded = self.decoder(
-            *(decoder_inputs_embeds, encoded.last_hidden_state),
-            *(decoder_attention_mask, attention_mask),
-            past_key_values=past_key_values,
-            **shown,
-        )
+            both = (DynamicCache(config=self.config) for _ in range(2))
+            past_key_values = EncoderDecoderCache(*both)
+        memory, masks = encoded.last_hidden_state, (decoder_attention_mask, attention_mask)
+        decoded = self.decoder(decoder_inputs_embeds, memory, *masks, past_key_values, **shown)
         return Seq2SeqModelOutput(
             last_hidden_state=decoded.last_hidden_state,
             **{CACHE: getattr(decoded, CACHE)},
@@ -414,11 +405,9 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationM
             return_dict=True,
         )
         others = dict(outputs.items())
-        scored = decoder.score(
-            *(self, others.pop("last_hidden_state"), labels),
-            shift_labels=labels,  # which are in place already
-            num_items_in_batch=num_items_in_batch,
-        )
+        # Labels are in place already.
+        how = {"shift_labels": labels, "num_items_in_batch": num_items_in_batch}
+        scored = decoder.score(self, others.pop("last_hidden_state"), labels, **how)
         return Seq2SeqLMOutput(**scored, **others)
 
     def _from_start(self, decoder_input_ids: Tensor | None) -> Tensor | None:

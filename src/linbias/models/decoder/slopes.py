@@ -33,10 +33,7 @@ class ModelSlopes:
     """
 
     def __init__(
-        self,
-        slopes: Sequence[float],
-        scale: SlopeScale = None,
-        train_length: int = 1,
+        self, slopes: Sequence[float], scale: SlopeScale = None, train_length: int = 1
     ) -> None:
         self._slopes = tuple(map(float, slopes))
         self._scale = scale
@@ -61,15 +58,12 @@ class ModelSlopes:
         return ModelSlopes(self._slopes, scale, train_length or self._train_length)
 
     def left(self, q: Tensor, num_keys: int, key_range: Tensor | None = None) -> Tensor:
-        """Return the slopes of one call of attention.
+        """Return the slopes of one call: [H], or [B, H] where rows differ; at least float32.
 
         Args:
             q: [B, H, T, D]; only type and device are used.
             num_keys: Number of keys, padding included.
-            key_range: [B, 2] or None: which keys of each row are no padding. "interpolate" counts those alone.
-
-        Returns:
-            [H], or [B, H] where rows differ; float32, or float64 for a float64 q.
+            key_range: [B, 2] or None: which keys are no padding; "interpolate" counts those alone.
         """
         dtype = torch.promote_types(q.dtype, torch.float32)
         return self.apply_scale(constant(self._slopes, dtype, q.device), num_keys, key_range)

@@ -3,6 +3,4 @@
 bert_config.py   what they disagree on
 bert.py          one encoder and its heads
 original.py      the names and configurations of the original folders
-convert.py       folders of both forms
-embed.py         vectors of documents, which documents.py reads and vectors.py writes
 """

@@ -5,6 +5,7 @@ a second norm after attention, the pooler.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from linbias.models.decoder.decoder import asked
-from linbias.models.decoder.places import Places, read_attention_mask
+from linbias.models.decoder.layout import TokenLayout, read_attention_mask
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.torch import attention, attention_varlen, attention_weights
@@ -59,57 +60,40 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout
         self.implementation = config.attention_implementation
 
-    def forward(
-        self, hidden: Tensor, places: Places, output_attentions: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """As hidden, which is as `Places.pack` gives it, and the weights [B, H, T, T] if asked."""
+    def forward(self, hidden: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor | None]:
+        """As hidden, which `TokenLayout.pack` gave, and the weights [B, H, T, T] if asked."""
         q, k, v = self.qkv(hidden).chunk(3, dim=-1)
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.unflatten(-1, (-1, self.head_size)) for x in (q, k, v))
-        left = self.slopes.left(q, places.positions.shape[1], places.key_range)
-        out = self._attend(q, k, v, left, places)
-        weights = _weights(q, k, left, places) if output_attentions else None
+        left = self.slopes.left(q, layout.positions.shape[1], layout.key_range)
+        out = self._attend(q, k, v, left, layout)
+        weights = _weights(q, k, left, layout) if layout.need_weights else None
         return self.out(out.flatten(-2)), weights
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, left: Tensor, places: Places) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, left: Tensor, layout: TokenLayout
+    ) -> Tensor:
         """Let the tokens of each row attend to each other, on both sides: [..., H, D] for q, k, v [..., H, D]."""
         dropout = self.dropout if self.training else 0.0
+        how: Any = {"causal": False, "dropout": dropout, "implementation": self.implementation}
         if q.dim() == 4:
-            out = attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                left,
-                causal=False,
-                key_range=places.key_range,
-                query_start=places.query_start,
-                dropout=dropout,
-                implementation=self.implementation,
-            )
-            return out.transpose(1, 2)
-        assert places.key_range is not None
-        offsets = (places.key_range[:, 1] - places.key_range[:, 0]).cumsum(0)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            rows: Any = {"key_range": layout.key_range, "query_start": layout.query_start}
+            return attention(q, k, v, left, **rows, **how).transpose(1, 2)
+        assert layout.key_range is not None
+        offsets = (layout.key_range[:, 1] - layout.key_range[:, 0]).cumsum(0)
         offsets = torch.cat([offsets.new_zeros(1), offsets])
-        packed = attention_varlen(
-            *(q, k, v, offsets, offsets, left),
-            causal=False,
-            dropout=dropout,
-            implementation=self.implementation,
-        )
+        packed = attention_varlen(q, k, v, offsets, offsets, left, **how)
         assert isinstance(packed, Tensor)
         return packed
 
 
-def _weights(q: Tensor, k: Tensor, left: Tensor, places: Places) -> Tensor:
+def _weights(q: Tensor, k: Tensor, left: Tensor, layout: TokenLayout) -> Tensor:
     """The weights [B, H, T, T] of attention before dropout, zero at padding."""
-    q, k = (places.unpack(x).transpose(1, 2) for x in (q, k))
-    found = attention_weights(
-        *(q, k, left),
-        causal=False,
-        key_range=places.key_range,
-        query_start=places.query_start,
-    )
-    return found if places.is_token is None else found * places.is_token[:, None, :, None]
+    q, k = (layout.unpack(x).transpose(1, 2) for x in (q, k))
+    rows: Any = {"key_range": layout.key_range, "query_start": layout.query_start}
+    weights = attention_weights(q, k, left, causal=False, **rows)
+    return weights if layout.is_token is None else weights * layout.is_token[:, None, :, None]
 
 
 _TOKENS_AT_ONCE = 512  # as fast as 1,024 and with half of the memory
@@ -127,13 +111,16 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Many tokens, where nothing is kept for gradients, in pieces: what lies in between is eight times as wide as `hidden`."""
+        """Compute many tokens a chunk at a time, where nothing is kept for gradients.
+
+        What lies in between is eight times as wide as `hidden`.
+        """
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._compute(hidden)
         out = torch.empty_like(hidden)
-        pieces = (x.split(_TOKENS_AT_ONCE, dim=-2) for x in (hidden, out))
-        for piece, part in zip(*pieces, strict=True):
-            part.copy_(self._compute(piece))
+        chunks = (x.split(_TOKENS_AT_ONCE, dim=-2) for x in (hidden, out))
+        for given, part in zip(*chunks, strict=True):
+            part.copy_(self._compute(given))
         return out
 
     def _compute(self, hidden: Tensor) -> Tensor:
@@ -155,11 +142,9 @@ class Layer(GradientCheckpointingLayer):
         self.feed_forward_norm = nn.LayerNorm(size, eps)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(
-        self, hidden: Tensor, places: Places, output_attentions: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor | None]:
         """[..., hidden_size], and the attention weights [B, H, T, T] if asked."""
-        attended, weights = self.attention(hidden, places, output_attentions)
+        attended, weights = self.attention(hidden, layout)
         normed = self.attention_norm(hidden + self.dropout(attended))
         del attended  # whose memory the feed-forward part may use
         if self.residual_norm is not None:
@@ -235,40 +220,41 @@ class LinbiasBertModel(LinbiasBertPreTrainedModel):
             raise ValueError(f"{name}: give either input_ids or inputs_embeds, and not both")
         given = inputs_embeds if input_ids is None else input_ids
         assert given is not None
-        places = read_attention_mask(name, attention_mask, given, 0)
-        packed = places.pack(given)
+        layout = read_attention_mask(name, attention_mask, given, 0)
+        packed = layout.pack(given)
         words = packed if input_ids is None else self.embeddings.words(packed)
         if token_type_ids is None:
             types = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
         else:
-            types = places.pack(token_type_ids).long()
+            types = layout.pack(token_type_ids).long()
         output_attentions, output_hidden_states = asked(
             self.config, output_attentions, output_hidden_states
         )
+        layout = replace(layout, need_weights=output_attentions)
         hidden = self.embeddings(words, types)
         states: tuple[Tensor, ...] = ()
         attentions: tuple[Tensor, ...] = ()
         for layer in self.layers:
             if output_hidden_states:
-                states += (places.unpack(hidden),)
-            hidden, weights = layer(hidden, places, output_attentions)
+                states += (layout.unpack(hidden),)
+            hidden, weights = layer(hidden, layout)
             if output_attentions:
                 attentions += (weights,)
-        last = places.unpack(hidden)
+        last = layout.unpack(hidden)
         return BaseModelOutputWithPooling(
             last_hidden_state=last,
-            pooler_output=None if self.pooler is None else self._pool(last, places),
+            pooler_output=None if self.pooler is None else self._pool(last, layout),
             hidden_states=(*states, last) if output_hidden_states else None,
             attentions=attentions if output_attentions else None,
         )
 
-    def _pool(self, last: Tensor, places: Places) -> Tensor:
+    def _pool(self, last: Tensor, layout: TokenLayout) -> Tensor:
         """[B, hidden_size], of the first token of each row."""
         assert self.pooler is not None
-        if places.key_range is None:
+        if layout.key_range is None:
             first = last[:, 0]
         else:  # a row of padding alone has none: its zeros serve
-            where = places.key_range[:, 0].clamp(max=last.shape[1] - 1)
+            where = layout.key_range[:, 0].clamp(max=last.shape[1] - 1)
             first = last[torch.arange(len(last), device=last.device), where]
         return self.pooler(first).tanh()
 
@@ -384,9 +370,7 @@ class LinbiasBertForSequenceClassification(LinbiasBertForTokenClassification):
 
     def __init__(self, config: LinbiasBertConfig) -> None:
         if not config.pooler:
-            raise ValueError(
-                "LinbiasBertForSequenceClassification: pooler must be True, got False"
-            )
+            raise ValueError(f"{type(self).__name__}: pooler must be True, got False")
         super().__init__(config)
 
     def predict(self, outputs: BaseModelOutputWithPooling) -> Tensor:

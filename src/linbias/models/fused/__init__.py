@@ -138,12 +138,11 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: It is not fused, or by nothing but its class.
     """
     bodies = _bodies(model, "unfuse")
-    if any(
-        mpt.always_fused(body.config) and not hasattr(body, "unfused_implementation")
-        for body, _ in bodies
-    ):
+    fused_by_class = (body for body, _ in bodies if not hasattr(body, "unfused_implementation"))
+    if any(mpt.always_fused(body.config) for body in fused_by_class):
         raise ValueError(
-            f"unfuse: model must be one that Transformers can run, got a {type(model).__name__}, which is always fused"
+            "unfuse: model must be one that Transformers can run, got a "
+            f"{type(model).__name__}, which is always fused"
         )
     if not any(body.config._attn_implementation == NAME for body, _ in bodies):
         raise ValueError("unfuse: model must be fused, got one that is not")
@@ -259,29 +258,19 @@ def _bodies(model: nn.Module, caller: str) -> list[tuple[Any, Family]]:
             bodies.append((module, family))
     if not bodies:
         known = ", ".join(body.__name__ for body in _BY_BODY)
-        advice = next(
-            (
-                f": {_INSTEAD[name]}"
-                for module in model.modules()
-                if (name := _name(module)) in _INSTEAD
-            ),
-            "",
-        )
+        advice = [f": {_INSTEAD[x]}" for x in map(_name, model.modules()) if x in _INSTEAD]
         raise ValueError(
             f"{caller}: model must contain one of {known} (Transformers' own classes), "
-            f"got {type(model).__name__}{advice}"
+            f"got {type(model).__name__}{''.join(advice[:1])}"
         )
     return bodies
 
 
-_LOAD = (
-    "linbias.models.load(folder) loads the folder without the code that lies in it, and runs fused"
-)
 # By the name of a class that is not Transformers': what its owner can do instead.
+_OTHERS = ("MPTModel", "RWModel", "BaichuanModel", "JAISModel", "BTLMModel", "JinaBertModel")
+_LOAD = "loads the folder without the code that lies in it, and runs fused"
 _INSTEAD = {
-    **dict.fromkeys(
-        ("MPTModel", "RWModel", "BaichuanModel", "JAISModel", "BTLMModel", "JinaBertModel"), _LOAD
-    ),
+    **dict.fromkeys(_OTHERS, f"linbias.models.load(folder) {_LOAD}"),
     "linbias": "it runs on linbias' attention already",
 }
 
@@ -295,13 +284,10 @@ def _name(module: nn.Module) -> str:
 def _check_heads(num_heads: int, bias: Bias, heads: Sequence[int] | None) -> None:
     if num_heads == len(bias.slopes):
         return
+    rule = f"be given where a layer holds {num_heads} of the model's {len(bias.slopes)} heads"
     if heads is not None:
-        raise ValueError(
-            f"fuse: heads must name the {num_heads} heads of each layer, got {len(heads)}"
-        )
-    raise ValueError(
-        f"fuse: heads must be given where a layer holds {num_heads} of the model's {len(bias.slopes)} heads"
-    )
+        rule = f"name the {num_heads} heads of each layer, got {len(heads)}"
+    raise ValueError(f"fuse: heads must {rule}")
 
 
 def _default(body: PreTrainedModel) -> str:

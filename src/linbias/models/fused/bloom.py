@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import BloomConfig, Cache
 from transformers.models.bloom import modeling_bloom as reference
 
-from linbias.models.decoder.places import Places
+from linbias.models.decoder.layout import TokenLayout
 from linbias.models.fused.bias import Bias, attend
 from linbias.models.fused.family import Family, FusedAttention, Options
 from linbias.models.prepacked import linear_gelu
@@ -19,14 +19,14 @@ class FusedBloomAttention(FusedAttention, reference.BloomAttention):
 
     def fused_forward(
         self,
-        places: Places,
+        layout: TokenLayout,
         hidden_states: Tensor,
         residual: Tensor,
         layer_past: Cache | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = self.split(self.query_key_value(hidden_states))
-        gathered, weights = attend(self, q, k, v, places, layer_past, self.attention_dropout.p)
+        gathered, weights = attend(self, q, k, v, layout, layer_past, self.attention_dropout.p)
         output = reference.dropout_add(
             self.dense(gathered), residual, self.hidden_dropout, self.training
         )
@@ -70,10 +70,8 @@ FAMILY = Family(
     body=reference.BloomModel,
     attention=reference.BloomAttention,
     language_model=reference.BloomForCausalLM,
-    arguments=(
-        *("self", "hidden_states", "residual", "alibi", "attention_mask", "layer_past"),
-        *("use_cache", "output_attentions", "kwargs"),
-    ),
+    arguments="self hidden_states residual alibi attention_mask layer_past use_cache "
+    "output_attentions kwargs",
     fused={reference.BloomAttention: FusedBloomAttention, reference.BloomMLP: FusedBloomMLP},
     bias=bias,
     num_heads_name="num_heads",

@@ -13,7 +13,7 @@ from torch.nn.functional import gelu
 from transformers import Cache, FalconConfig
 from transformers.models.falcon import modeling_falcon as reference
 
-from linbias.models.decoder.places import Places
+from linbias.models.decoder.layout import TokenLayout
 from linbias.models.fused.bias import Bias, attend
 from linbias.models.fused.family import Family, FusedAttention, Options
 from linbias.models.prepacked import linear_gelu
@@ -25,14 +25,14 @@ class FusedFalconAttention(FusedAttention, reference.FalconAttention):
 
     def fused_forward(
         self,
-        places: Places,
+        layout: TokenLayout,
         hidden_states: Tensor,
         layer_past: Cache | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = self.split(self.query_key_value(hidden_states))
         dropout = self.attention_dropout.p
-        gathered, weights = attend(self, q, k, v, places, layer_past, dropout)
+        gathered, weights = attend(self, q, k, v, layout, layer_past, dropout)
         return self.dense(gathered), weights
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,14 +90,9 @@ FAMILY = Family(
     body=reference.FalconModel,
     attention=reference.FalconAttention,
     language_model=reference.FalconForCausalLM,
-    arguments=(
-        *("self", "hidden_states", "alibi", "attention_mask", "position_ids", "layer_past"),
-        *("use_cache", "output_attentions", "position_embeddings", "kwargs"),
-    ),
-    fused={
-        reference.FalconAttention: FusedFalconAttention,
-        reference.FalconMLP: FusedFalconMLP,
-    },
+    arguments="self hidden_states alibi attention_mask position_ids layer_past use_cache "
+    "output_attentions position_embeddings kwargs",
+    fused={reference.FalconAttention: FusedFalconAttention, reference.FalconMLP: FusedFalconMLP},
     bias=bias,
     num_heads_name="num_heads",
 )

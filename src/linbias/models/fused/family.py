@@ -1,8 +1,9 @@
 """What `fuse` knows of an architecture of Transformers, and how its modules come to run fused.
 
-Transformers asks the attention implementation of a model for its mask, once per forward pass. For a fused model that
-is `make_mask`, which answers with `Places`, a few numbers per row instead of [B, 1, T, S]; and the modules of the model
-that are given it become those of `Family.fused`, subclasses whose forward knows it. Other models stay as they are.
+Transformers asks the attention implementation of a model for its mask, once per forward pass. For
+a fused model that is `make_mask`, which answers with `TokenLayout`, a few numbers per row instead
+of [B, 1, T, S]; and the modules of the model that are given it become those of `Family.fused`,
+subclasses whose forward knows it. Other models stay as they are.
 """
 
 import inspect
@@ -21,10 +22,10 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
 from linbias.models.decoder.cache import CACHE
+from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
 from linbias.models.decoder.packing import find_packing
-from linbias.models.decoder.places import Places, fill_room, read_attention_mask
 from linbias.models.decoder.slopes import ModelSlopes
-from linbias.models.fused.bias import Bias, Rounded
+from linbias.models.fused.bias import Bias, Rounded, RoundedBias
 from linbias.models.prepacked import forward_name
 
 NAME = "linbias"  # as in attn_implementation="linbias"
@@ -65,12 +66,14 @@ class Options:
             raise ValueError(
                 "fuse: train_length must be given for slope_scale='interpolate', since the configuration does not say it"
             )
-        return Bias(
-            ModelSlopes(chosen.tolist(), self.slope_scale, length or 1),
-            scale,
-            rounded if self.rounding == "checkpoint" else None,
-            self.implementation,
-        )
+        given: Any = {
+            "slopes": ModelSlopes(chosen.tolist(), self.slope_scale, length or 1),
+            "scale": scale,
+            "implementation": self.implementation,
+        }
+        if rounded is None or self.rounding != "checkpoint":
+            return Bias(**given)
+        return RoundedBias(**given, rounded=rounded)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Family:
         body: What asks for the mask, and holds the layers.
         attention: The attention of a layer.
         language_model: The class that generates.
-        arguments: Of the forward of `attention`, in the version that we know.
+        arguments: Of the forward of `attention`, in the version that we know, in words.
         fused: What the modules of an original class become.
         bias: (configuration, Options) -> what they say together, or ValueError if that is not ALiBi.
         num_heads_name: The attribute of a layer that says how many heads it holds.
@@ -90,19 +93,19 @@ class Family:
     body: type[nn.Module]
     attention: type[nn.Module]
     language_model: type[nn.Module]
-    arguments: tuple[str, ...]
+    arguments: str
     fused: Mapping[type[nn.Module], type[nn.Module]]
     bias: Callable[[Any, Options], Bias]
     num_heads_name: str
 
     def why_unknown(self) -> str | None:
         """Why this version of Transformers cannot be fused; None if it can."""
-        found = tuple(inspect.signature(self.attention.forward).parameters)
-        if found == self.arguments:
+        taken, known = list(inspect.signature(self.attention.forward).parameters), self.arguments
+        if taken == known.split():
             return None
         return (
-            f"{self.attention.__name__} of transformers {transformers.__version__} takes {', '.join(found)}, "
-            f"and linbias knows one that takes {', '.join(self.arguments)}"
+            f"{self.attention.__name__} of transformers {transformers.__version__} takes "
+            f"{', '.join(taken)}, and linbias knows one that takes {', '.join(known.split())}"
         )
 
     def layers(self, body: nn.Module) -> list[Any]:
@@ -127,7 +130,7 @@ def change_classes(body: nn.Module, classes: Mapping[type[nn.Module], type[nn.Mo
 
 
 class FusedAttention:
-    """What the fused attention of a family has: its `fused_forward` runs, with `Places` in the place of the mask.
+    """What the fused attention of a family has: its `fused_forward` runs, with `TokenLayout` in the place of the mask.
 
     `split` makes queries [B, H, T, D], keys and values [B, G, T, D] of what its first linear layer gives.
     """
@@ -140,7 +143,7 @@ class FusedAttention:
         self, *args: Any, attention_mask: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """That of Transformers, without a mask [T, S]."""
-        if not isinstance(attention_mask, Places):
+        if not isinstance(attention_mask, TokenLayout):
             got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else None
             raise ValueError(
                 f"{type(self).__name__}: attention_mask of a fused model must have shape [B, S], got {got}, and its "
@@ -158,11 +161,11 @@ def make_mask(
     kv_length: int,
     q_offset: int | Tensor,
     mask_function: Callable[..., Any],
-    attention_mask: Tensor | Places | None,
+    attention_mask: Tensor | TokenLayout | None,
     config: PreTrainedConfig,
     device: torch.device,
     **_: Any,
-) -> Places:
+) -> TokenLayout:
     """Answer Transformers' question for a mask.
 
     Args:
@@ -177,7 +180,7 @@ def make_mask(
     Raises:
         ValueError: The model is of another type, is not causal, or its attention_mask has gaps.
     """
-    if isinstance(attention_mask, Places):
+    if isinstance(attention_mask, TokenLayout):
         return attention_mask
     if config.model_type not in MODEL_TYPES:
         raise ValueError(

@@ -5,6 +5,7 @@ do we. Nor are we bound to `max_seq_len`, beyond which the bias that Transformer
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from transformers.models.mpt import modeling_mpt as reference
 from transformers.utils import logging
 
 from linbias.models.decoder.cache import CACHE, takes_cache
-from linbias.models.decoder.places import Places
+from linbias.models.decoder.layout import TokenLayout
 from linbias.models.fused.bias import Bias, attend
 from linbias.models.fused.family import Family, FusedAttention, Options
 from linbias.models.prepacked import linear_gelu
@@ -32,13 +33,13 @@ class FusedMptAttention(FusedAttention, reference.MptAttention):
     @takes_cache
     def fused_forward(
         self,
-        places: Places,
+        layout: TokenLayout,
         hidden_states: Tensor,
         past_key_values: Cache | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = self.split(self.Wqkv(hidden_states))
-        gathered, weights = attend(self, q, k, v, places, past_key_values, self.attn_dropout_p)
+        gathered, weights = attend(self, q, k, v, layout, past_key_values, self.attn_dropout_p)
         return self.out_proj(gathered), weights
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,9 +65,9 @@ class FusedMptBlock(reference.MptBlock):
     """That of Transformers does not tell its attention that its weights are wanted."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        places = kwargs.get("attention_mask")
-        if kwargs.get("output_attentions") and isinstance(places, Places):
-            kwargs["attention_mask"] = replace(places, need_weights=True)
+        layout = kwargs.get("attention_mask")
+        if kwargs.get("output_attentions") and isinstance(layout, TokenLayout):
+            kwargs["attention_mask"] = replace(layout, need_weights=True)
         return super().forward(*args, **kwargs)
 
 
@@ -138,17 +139,13 @@ def always_fused(config: Any) -> bool:
 
 def _check(config: Any, caller: str, allowed: dict[str, tuple[Any, ...]], reason: str) -> None:
     for path, values in allowed.items():
-        found = config
+        value = config
         for name in path.split("."):
-            found = (
-                found.get(name, _ABSENT)
-                if isinstance(found, dict)
-                else getattr(found, name, _ABSENT)
-            )
-        if found is not _ABSENT and found not in values:
-            raise ValueError(
-                f"{caller}: {path} of an MPT model must be {values[0]!r}, got {found!r:.60}; {reason}"
-            )
+            get = value.get if isinstance(value, dict) else partial(getattr, value)
+            value = get(name, _ABSENT)
+        if value is not _ABSENT and value not in values:
+            got = f"must be {values[0]!r}, got {value!r:.60}"
+            raise ValueError(f"{caller}: {path} of an MPT model {got}; {reason}")
 
 
 _ABSENT = object()
@@ -182,10 +179,7 @@ FAMILY = Family(
     body=reference.MptModel,
     attention=reference.MptAttention,
     language_model=reference.MptForCausalLM,
-    arguments=(
-        *("self", "hidden_states", "position_bias", CACHE, "attention_mask"),
-        "kwargs",
-    ),
+    arguments=f"self hidden_states position_bias {CACHE} attention_mask kwargs",
     fused={
         reference.MptAttention: FusedMptAttention,
         reference.MptBlock: FusedMptBlock,

@@ -1,8 +1,9 @@
-"""Where tokens stand: from Transformers' `attention_mask` and `position_ids` to the arguments of `linbias.torch.attention`.
+"""Where tokens stand: `attention_mask` and `position_ids` as arguments of attention.
 
-A batch of texts of unequal length is filled up with padding tokens, before each text (for generation) or after
-it (for training), and `attention_mask` tells them apart. Every key keeps its place in the padded row: the key
-range hides the padding, and `query_start` says where in the row the new tokens stand. T = 5 tokens, none cached:
+A batch of texts of unequal length is filled up with padding tokens, before each text (for
+generation) or after it (for training), and `attention_mask` tells them apart. Every key keeps its
+place in the padded row: the key range hides the padding, and `query_start` says where in the row
+the new tokens stand. T = 5 tokens, none cached:
 
     attention_mask    key_range    query_start    positions
     1 1 1 1 1         [0, 5]       0              0 1 2 3 4
@@ -24,21 +25,23 @@ from linbias.torch.call import pieces_here
 
 
 @dataclass(frozen=True)
-class Places:
+class TokenLayout:
     """Where the new tokens of a batch stand, and which keys they may see.
 
-    The layers of all families are given one, fused models of Transformers in the place of their mask. It is no tensor: a
-    layer that takes it for one stops with an error instead of computing without the bias.
+    The layers of all families are given one, fused models of Transformers in the place of their
+    mask. It is no tensor: a layer that takes it for one stops with an error.
 
     Attributes:
-        positions: [1 or B, T], int64: the number of each new token in its own text, for methods that add or
-            rotate by position. Counting starts at 0 with the first token that is no padding, so that a padded
-            row and the same row alone give the same result. Padding repeats the nearest token's number.
-        key_range: [B, 2] or None, as `linbias.torch.attention` takes it; None where every key is a token.
+        positions: [1 or B, T], int64: the number of each new token in its own text, for methods
+            that add or rotate by position. It is 0 for the first token that is no padding, so that
+            a padded row and the same row alone give the same result. Padding repeats the nearest
+            one's.
+        key_range: [B, 2] or None, as of `linbias.torch.attention`; None where every key is a
+            token.
         query_start: [B] or None, likewise.
         packing: The texts of each row, where rows hold several; then the two before are None.
         is_token: [B, S], False at padding; None where every key is a token, and in packed rows.
-        need_weights: Whether the layers of a fused model return attention weights as well.
+        need_weights: Whether attention returns its weights as well.
     """
 
     positions: Tensor
@@ -54,7 +57,7 @@ class Places:
         """Whether the new tokens stand behind all others, none of which is padding."""
         return self.key_range is None and self.query_start is None and self.packing is None
 
-    def last_queries(self, count: int) -> "Places":
+    def last_queries(self, count: int) -> "TokenLayout":
         """The same for the last `count` new tokens alone; the keys stay."""
         skipped = self.positions.shape[1] - count
         if skipped == 0:
@@ -85,7 +88,7 @@ class Places:
     def _kept(self) -> Tensor | None:
         return None if torch.compiler.is_compiling() else self.is_token
 
-    def to(self, *args: Any, **kwargs: Any) -> "Places":
+    def to(self, *args: Any, **kwargs: Any) -> "TokenLayout":
         """On another device, where one is named: a model that lies on several moves what its layers are given.
 
         A dtype means nothing here: MPT asks for bool.
@@ -93,22 +96,20 @@ class Places:
         device = kwargs.get("device", args[0] if args else None)
         if device is None or isinstance(device, torch.dtype):
             return self
-        parts = ("positions", "key_range", "query_start", "packing", "is_token")
-        found = {name: getattr(self, name) for name in parts}
-        moved = {name: part.to(device) for name, part in found.items() if part is not None}
-        return replace(self, **moved)
+        parts = {name: x for name, x in vars(self).items() if hasattr(x, "to")}
+        return replace(self, **{name: x.to(device) for name, x in parts.items()})
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], *_: Any, **__: Any) -> Any:
         # Not a TypeError, which Python's operators would replace by a message of their own.
         raise ValueError(
-            f"linbias: {getattr(function, '__name__', function)} was given the mask of a fused model as if it were a "
-            "tensor: this layer does not know attn_implementation='linbias'"
+            f"linbias: {getattr(function, '__name__', function)} was given the mask of a fused "
+            "model as if it were a tensor: this layer does not know attn_implementation='linbias'"
         )
 
 
 def fill_room(attention_mask: Tensor | None, cache: Cache) -> Tensor | None:
-    """The mask [B, S] of `generate` with a static cache, as long as the cache: one that grew would compile each step anew."""
+    """The mask [B, S] of `generate`, as long as a static cache: else each step compiles anew."""
     if attention_mask is None:
         return None
     room = getattr(cache, "self_attention_cache", cache).layers[0].get_max_length()
@@ -124,7 +125,7 @@ def read_attention_mask(
     position_ids: Tensor | None = None,
     has_cache: bool = False,
     has_room: bool = False,
-) -> Places:
+) -> TokenLayout:
     """Turn an attention mask into positions, key_range and query_start.
 
     The tokens of each row must stand together: padding may come before them, after them, or both. A row of
@@ -142,12 +143,13 @@ def read_attention_mask(
         attention_mask: [B, S], S = num_cached + T, any dtype; 0 marks padding. None: no padding.
         new_tokens: [B, T, ...], ids or embeddings; only shape and device are used.
         num_cached: Number of earlier tokens, which a cache holds.
-        position_ids: [1 or B, T], integers: the number of each new token in its text. None: as `Places.positions`.
+        position_ids: [1 or B, T], integers: the number of each new token in its text. None: as
+            `TokenLayout.positions`.
         has_cache: Whether a cache holds the tokens, or shall hold them.
         has_room: Whether it holds more keys than tokens, as a static one does.
 
     Returns:
-        The Places of the batch.
+        The TokenLayout of the batch.
 
     Raises:
         ValueError: The mask has another shape, or gaps; the message names the first row that has one. Or
@@ -168,55 +170,51 @@ def read_attention_mask(
     if (pieces := pieces_here()) is not None:
         pieces.expect(position_ids)
         position_ids = None
-    places = _read(caller, attention_mask, new_tokens, num_cached, has_room)
+    is_token = _is_token(caller, attention_mask, B, num_cached + T, has_room)
+    layout = _layout(is_token, new_tokens, num_cached, has_room)
     if position_ids is None:
-        return places
+        return layout
     if position_ids.shape not in ((1, T), (B, T)):
         raise ValueError(
             f"{caller}: position_ids must have shape [1, T] or [B, T] = {[B, T]}, got {list(position_ids.shape)}"
         )
-    places = replace(places, positions=position_ids.long())
+    layout = replace(layout, positions=position_ids.long())
     if torch.compiler.is_compiling():
         if has_cache:
-            return places
+            return layout
         if torch.compiler.is_exporting():
             raise ValueError(
                 f"{caller}: position_ids must be None while a model is exported: their values cannot be read"
             )
-    new = None if places.is_token is None else places.is_token[:, -T:]
+    new = None if layout.is_token is None else layout.is_token[:, -T:]
     packing = None if T < 2 else find_packing(position_ids.expand(B, T), new)
     if packing is None:
-        return places
+        return layout
     if has_cache:
         raise ValueError(
             f"{caller}: position_ids must count on from token to token where there is a cache, got several texts "
             "in a row (use_cache=False reads them)"
         )
-    return Places(places.positions, packing=packing)
+    return TokenLayout(layout.positions, packing=packing)
 
 
-def _read(
-    caller: str,
-    attention_mask: Tensor | None,
-    new_tokens: Tensor,
-    num_cached: int | Tensor,
-    has_room: bool,
-) -> Places:
+def _layout(
+    is_token: Tensor | None, new_tokens: Tensor, num_cached: int | Tensor, has_room: bool
+) -> TokenLayout:
     """What the mask alone says."""
     (B, T), device = new_tokens.shape[:2], new_tokens.device
     index = torch.arange(T, device=device)[None] + num_cached
-    is_token = _is_token(caller, attention_mask, B, num_cached + T, has_room)
     if is_token is None and not has_room:
-        return Places(index)
+        return TokenLayout(index)
     query_start = torch.zeros(B, dtype=torch.int64, device=device) + num_cached
     if is_token is None:
         key_range = torch.stack([torch.zeros_like(query_start), query_start + T], dim=-1)
-        return Places(index, key_range, query_start)
+        return TokenLayout(index, key_range, query_start)
     first = (is_token.cumsum(-1) == 0).sum(-1, keepdim=True)
     num_tokens = is_token.sum(-1, keepdim=True)
     positions = torch.minimum(index - first, num_tokens - 1).clamp(min=0)
     key_range = torch.cat([first, first + num_tokens], dim=-1)
-    return Places(positions, key_range, query_start, is_token=is_token)
+    return TokenLayout(positions, key_range, query_start, is_token=is_token)
 
 
 def _is_token(

@@ -1,19 +1,28 @@
 """How the vectors of documents are written: .npy, .jsonl or .parquet, whole or not at all."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from linbias._run.files import check_writable, new_file, read_json, write_json, write_whole
 from linbias._run.folders import list_differences
-from linbias.models.encoders.documents import Id
+from linbias.models.embedding.documents import Id
 
 Vectors = NDArray[np.float32]
+
+
+class Made(NamedTuple):
+    """The vectors [N, size], what they are of, and the settings with which they were made."""
+
+    vectors: Vectors
+    ids: Sequence[Id]
+    num_tokens: Sequence[int]
+    settings: Mapping[str, Any]
 
 
 def check_output(output: Path) -> None:
@@ -65,62 +74,35 @@ def read_finished(
     return np.asarray(vectors, np.float32), tuple(ids), tuple(num_tokens)
 
 
-def write(
-    output: Path,
-    vectors: Vectors,
-    ids: Sequence[Id],
-    num_tokens: Sequence[int],
-    settings: Mapping[str, Any],
-) -> None:
-    """Write a row per document.
+def write(output: Path, made: Made) -> None:
+    """Write a row per document, in the format that the ending of the output chooses.
 
-    Args:
-        output: Its ending chooses the format.
-        vectors: [N, size].
-        ids, num_tokens: [N], of each document.
-        settings: How the vectors were made; kept where the format has a place for it.
+    Settings are kept where the format has a place for them.
     """
-    _WRITERS[output.suffix](output, vectors, ids, num_tokens, settings)
+    _WRITERS[output.suffix](output, made)
 
 
-def _write_npy(
-    output: Path,
-    vectors: Vectors,
-    ids: Sequence[Id],
-    num_tokens: Sequence[int],
-    settings: Mapping[str, Any],
-) -> None:
-    named = {"settings": settings, "ids": list(ids), "num_tokens": list(num_tokens)}
+def _write_npy(output: Path, made: Made) -> None:
+    named = {"settings": made.settings, "ids": list(made.ids), "num_tokens": list(made.num_tokens)}
     write_json(beside_file(output), named)
     with new_file(output) as file:
-        np.save(file, vectors)
+        np.save(file, made.vectors)
 
 
-def _write_jsonl(
-    output: Path,
-    vectors: Vectors,
-    ids: Sequence[Id],
-    num_tokens: Sequence[int],
-    settings: Mapping[str, Any],
-) -> None:
+def _write_jsonl(output: Path, made: Made) -> None:
     lines = []
-    for name, tokens, vector in zip(ids, num_tokens, vectors, strict=True):
+    for vector, name, tokens in zip(made.vectors, made.ids, made.num_tokens, strict=True):
         numbers = [float(str(x)) for x in vector]  # as few digits as tell float32 apart
         lines.append(json.dumps({"id": name, "num_tokens": tokens, "vector": numbers}) + "\n")
-    write_json(beside_file(output), settings)
+    write_json(beside_file(output), made.settings)
     write_whole(output, "".join(lines).encode())
 
 
-def _write_parquet(
-    output: Path,
-    vectors: Vectors,
-    ids: Sequence[Id],
-    num_tokens: Sequence[int],
-    settings: Mapping[str, Any],
-) -> None:
+def _write_parquet(output: Path, made: Made) -> None:
     import pyarrow
     from pyarrow import parquet
 
+    vectors, ids, num_tokens, settings = made
     all_integers = all(isinstance(name, int) and abs(name) < 2**63 for name in ids)
     columns = {
         "id": pyarrow.array(ids if all_integers else list(map(str, ids))),
@@ -151,13 +133,5 @@ def _read_parquet(output: Path) -> tuple[Any, ...]:
     return *columns, json.loads(table.schema.metadata[b"linbias.embed"])
 
 
-_READERS: dict[str, Callable[[Path], tuple[Any, ...]]] = {
-    ".npy": _read_npy,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
-_WRITERS: dict[str, Callable[..., None]] = {
-    ".npy": _write_npy,
-    ".jsonl": _write_jsonl,
-    ".parquet": _write_parquet,
-}
+_READERS = {".npy": _read_npy, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+_WRITERS = {".npy": _write_npy, ".jsonl": _write_jsonl, ".parquet": _write_parquet}

@@ -23,15 +23,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linbias._run.files import JsonLog
 from linbias._run.folders import hold_run_folder, open_run_folder
+from linbias.models.embedding import vectors as written
+from linbias.models.embedding.documents import Document, Id
+from linbias.models.embedding.vectors import Made, Vectors
 from linbias.models.encoders.bert import LinbiasBertModel
-from linbias.models.encoders.documents import Document, Id
-from linbias.models.encoders.vectors import (
-    Vectors,
-    check_output,
-    partial_folder,
-    read_finished,
-    write,
-)
 from linbias.models.loading import Files, load, load_tokenizer
 from linbias.models.prepacked import prepack
 
@@ -122,7 +117,7 @@ def embed(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = _dtype(precision, where)
     if target is not None:
-        check_output(target)
+        written.check_output(target)
     files = Files.at("embed", folder)
     tokenizer = _load_tokenizer(files)
     model = load(files, task="base", dtype=dtype, device=where, **settings)
@@ -144,17 +139,19 @@ def embed(
         "documents": _fingerprint_of_documents(documents, tokens),
     }
     if target is not None and target.exists():
-        return Embedded(*read_finished(target, made_by), num_shortened)
+        return Embedded(*written.read_finished(target, made_by), num_shortened)
     prepack(model)  # now that all of it has been read
     names, counts = tuple(d.id for d in documents), tuple(len(row) for row in tokens)
     if target is None:
         vectors = _run(pool, documents, tokens, batches, None, progress)
         return Embedded(vectors, names, counts, num_shortened)
-    partial = partial_folder(target)
+    partial = written.partial_folder(target)
     with hold_run_folder(partial, "embed"):
         open_run_folder(partial / "settings.json", made_by, "embed")
         vectors = _run(pool, documents, tokens, batches, JsonLog(partial / "log.jsonl"), progress)
-        write(target, vectors, names, counts, made_by)
+        written.write(
+            target, Made(vectors=vectors, ids=names, num_tokens=counts, settings=made_by)
+        )
     shutil.rmtree(partial)
     return Embedded(vectors, names, counts, num_shortened)
 
@@ -228,14 +225,11 @@ def _run(
         else:
             found = pool([tokens[i] for i in batch])
             if not (finite := np.isfinite(found).all(axis=1)).all():
-                name = documents[batch[int(np.argmin(finite))]].id
-                raise ValueError(
-                    f"embed: vectors must be finite, got another of document {name!r}"
-                )
+                got = f"got another of document {documents[batch[int(np.argmin(finite))]].id!r}"
+                raise ValueError(f"embed: vectors must be finite, {got}")
             if log is not None:
-                log.append(
-                    {"batch": number, "vectors": base64.b64encode(found.tobytes()).decode()}
-                )
+                encoded = base64.b64encode(found.tobytes()).decode()
+                log.append({"batch": number, "vectors": encoded})
         vectors[list(batch)] = found
         num_done += sum(len(tokens[i]) for i in batch)
         if progress is not None:
@@ -279,10 +273,8 @@ def _check(
 def _dtype(precision: str | None, device: torch.device) -> torch.dtype | None:
     if precision is None:
         return None
-    if precision not in _PRECISIONS:
-        raise ValueError(
-            f"embed: precision must be one of {tuple(_PRECISIONS)}, got {precision!r}"
-        )
+    if precision not in (known := tuple(_PRECISIONS)):
+        raise ValueError(f"embed: precision must be one of {known}, got {precision!r}")
     if precision == "fp16" and device.type == "cpu":
         raise ValueError("embed: precision 'fp16' must have a GPU, got a CPU")
     return _PRECISIONS[precision]
@@ -293,14 +285,12 @@ def _load_tokenizer(files: Files) -> PreTrainedTokenizerBase:
         tokenizer = load_tokenizer(files)
     except ValueError as error:
         reason = str(error).partition(": ")[2]
-        raise ValueError(
-            f"embed: folder must hold a tokenizer, got {files.name!r} ({reason})"
-        ) from error
+        got = f"got {files.name!r} ({reason})"
+        raise ValueError(f"embed: folder must hold a tokenizer, {got}") from error
     # Without files, Transformers makes up a tokenizer that knows its special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ValueError(
-            f"embed: folder must hold a tokenizer, and {files.name!r} has no vocabulary file"
-        )
+        got = f"and {files.name!r} has no vocabulary file"
+        raise ValueError(f"embed: folder must hold a tokenizer, {got}")
     return tokenizer
 
 
@@ -316,20 +306,18 @@ def _tokenize(
         raise ValueError(
             f"embed: max_length must be above the {num_special} special tokens, got {max_length}"
         )
-    rows = []
-    num_shortened = 0
+    rows, num_shortened = [], 0
     for document in documents:
-        found = tokenizer(document.text, truncation=False, verbose=False)["input_ids"]
-        if max_length is not None and len(found) > max_length:
+        ids = tokenizer(document.text, truncation=False, verbose=False)["input_ids"]
+        if max_length is not None and len(ids) > max_length:
             num_shortened += 1
-            found = tokenizer(document.text, truncation=True, max_length=max_length)["input_ids"]
-        if len(found) <= num_special:
+            ids = tokenizer(document.text, truncation=True, max_length=max_length)["input_ids"]
+        if len(ids) <= num_special:
             raise ValueError(f"embed: documents must have tokens, got none in {document.id!r}")
-        if max(found) >= vocab_size:
-            raise ValueError(
-                f"embed: tokens must be below vocab_size = {vocab_size}, got {max(found)} in {document.id!r}"
-            )
-        rows.append(np.asarray(found, np.int32))
+        if max(ids) >= vocab_size:
+            got = f"got {max(ids)} in {document.id!r}"
+            raise ValueError(f"embed: tokens must be below vocab_size = {vocab_size}, {got}")
+        rows.append(np.asarray(ids, np.int32))
     return rows, num_shortened
 
 

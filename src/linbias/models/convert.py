@@ -17,13 +17,10 @@ from linbias.models.loading import Files, load
 
 # Without a number, SentenceTransformer cuts texts at the max_position_embeddings of the model, which is no limit here.
 _NO_LIMIT = 2**31 - 1
+_NAMES = ("tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab")
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
+    *(f"{name}.json" for name in _NAMES),
     "vocab.txt",
-    "vocab.json",
     "merges.txt",
     "sentencepiece.bpe.model",
 )
@@ -132,7 +129,5 @@ def _copy_tokenizer(folder: Path, target: Path) -> None:
             shutil.copyfile(folder / name, target / name)
     if (config := target / "tokenizer_config.json").is_file():
         settings = json.loads(config.read_text(encoding="utf-8"))
-        if (
-            settings.pop("auto_map", None) is not None
-        ):  # which points to code that did not go along
+        if settings.pop("auto_map", None) is not None:  # points to code that did not go along
             write_json(config, settings)

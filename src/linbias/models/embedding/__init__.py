@@ -1,0 +1,1 @@
+"""`embed`, vectors of documents: documents.py reads these, vectors.py writes those."""
