@@ -34,10 +34,11 @@ from linbias.models.window_cache.reach import (
     weights_windows,
 )
 from linbias.torch import attention
-from linbias.torch.call import prepare, refuse_pieces, run
+from linbias.torch.call import prepare, run
 from linbias.torch.decoding import FEW_QUERIES
 from linbias.torch.decoding import TOLERANCES as TOLERANCES
 from linbias.torch.operators.operator import Inputs
+from linbias.torch.share import refuse_share
 
 POLICIES = ("count", "raise", "fetch")
 _CHUNK = 512  # tokens that are written and read at once
@@ -147,7 +148,7 @@ class WindowLayer(AttendingLayer):
         return torch.cat([self._attend(*part) for part in zip(*parts, strict=True)], dim=2)
 
     def _check(self, q: Tensor, k: Tensor, places: Places) -> None:
-        refuse_pieces("WindowCache")
+        refuse_share("WindowCache")
         if torch.compiler.is_compiling():
             raise ValueError(
                 "WindowCache: the model must not be compiled: what is kept depends on the keys' values"
