@@ -5,7 +5,7 @@ a string says why not. A request by name is obeyed or refused with that string, 
 altogether stands in `WHY_MISSING`, where a module has it: a call that runs slower for it warns, once.
 
 To add one: a module that has these and the front end's call, which takes its `Inputs` (`torch/impl/dense.py` is the plainest), imports
-no other implementation and trusts `_checks`; its name in the front end's `IMPLEMENTATIONS`, in the order in which "auto"
+no other implementation and trusts `_request`; its name in the front end's `IMPLEMENTATIONS`, in the order in which "auto"
 asks, in the contract test (`IMPLEMENTATIONS` in tests/torch/test_torch.py or tests/jax/test_jax.py), whose budget is not widened, and in
 evidence/benchmarks/bench_attention.py, with records before and after; a line in DESIGN section 3. `python evidence/runs/support.py` writes the
 tables of docs/torch.md and docs/jax.md.

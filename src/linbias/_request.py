@@ -1,14 +1,13 @@
-"""The argument rules of every attention function, in one place and without a framework.
+"""What a call of attention asks for, its argument rules, and what it leaves open: once, without a framework.
 
-A front end describes its arrays by shape, dtype name and device; `check` answers with the sizes of the call or
-raises. Rules that need values (slopes, key ranges) stand apart, for front ends that cannot read them cheaply.
+A front end makes a `Request` of its arrays and options, and describes the arrays by shape, dtype name and device;
+`check` answers with the sizes of the call or raises. Rules that need values (`check_slopes`, `check_values`) stand
+apart, for front ends that cannot read them cheaply. `fill` says what is meant by what a call leaves open.
 
-To add an argument to attention: here its rule, and a field of `Problem` that says whether a call asks for it; in `_dispatch` a field of
-`Abilities`, and in `lacks` why an implementation without it cannot run; in `torch/` the signature (`functional.py`), `Options`
-and `prepare` (`call.py`), the field of `Inputs` (`operator.py`), and one implementation that has it (begin with `dense`); cases in
-tests/support/cases.py, and tests/support/truth.py. The others refuse it in words until they have it too: packed sequences (`torch/packed/varlen.py`,
-`torch/packed/sequences.py`), JAX (the same three files), the core (`Call` in csrc/include/linbias/attention.h, the kernels, bindings/,
-`_cpu.pyi`, both `cpu.py`), Triton (`kernels/triton/launch.py`, `torch/impl/triton.py`).
+To add an argument to attention: here a field of `Request` with its rule, a field of `Problem` that says whether a call
+asks for it, and what `fill` makes of it; in `_dispatch` a field of `Abilities`, and in `lacks` why an implementation
+without it cannot run; the signature of each front end (`functional.py`, `definition.py`), the field of its `Inputs`,
+and one implementation that has it (begin with `dense`); cases in tests/support/cases.py and truth.py.
 """
 
 import difflib
@@ -19,7 +18,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -107,6 +106,64 @@ class Described(NamedTuple):
         return f"{list(self.shape)}"
 
 
+A = TypeVar("A")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Request(NamedTuple, Generic[A]):
+    """What a call of attention asks for: its arrays, as a front end has or describes them, and its options.
+
+    Every front end takes some of these arguments, and all by these names.
+    """
+
+    q: A
+    k: A
+    v: A
+    slopes: A | None = None
+    causal: bool = True
+    right_slopes: A | None = None
+    scale: float | None = None
+    key_range: A | None = None
+    query_start: A | None = None
+    mask: A | None = None
+    positions: A | None = None
+    query_positions: A | None = None
+    key_bound: A | None = None
+    dropout: float = 0.0
+    dropout_key: Any = None  # of JAX, which has no generator to draw from
+    tolerance: float | None = None
+
+
+NUMBERS = ("causal", "scale", "dropout", "dropout_key", "tolerance")
+ARRAYS = tuple(name for name in Request._fields if name not in NUMBERS)
+
+
+def takes(options: type) -> Callable[[F], F]:
+    """Show the keywords of a TypedDict in the signature of a function that takes them as **options.
+
+    Their defaults are those of `Request`. What else is among its options a function leaves to `refuse_unknown`.
+    """
+
+    def show(function: F) -> F:
+        own = inspect.signature(function)
+        *named, _ = own.parameters.values()
+        first = [p for p in named if p.kind is not p.KEYWORD_ONLY]
+        keywords = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=Request._field_defaults.get(name),
+                annotation=hint,
+            )
+            for name, hint in options.__annotations__.items()
+        ]
+        shown = own.replace(parameters=[*first, *keywords, *named[len(first) :]])
+        function.__signature__ = shown  # type: ignore[attr-defined]
+        return function
+
+    return show
+
+
 @dataclass(frozen=True)
 class Problem:
     """What one call of attention asks for, without its arrays: sizes by their letter (DESIGN section 1), and options."""
@@ -141,28 +198,12 @@ class Problem:
         return self.key_range or self.query_start
 
 
-def check(
-    function: str,
-    q: Described,
-    k: Described,
-    v: Described,
-    left: Described | None = None,
-    right: Described | None = None,
-    key_range: Described | None = None,
-    query_start: Described | None = None,
-    key_bound: Described | None = None,
-    mask: Described | None = None,
-    positions: Described | None = None,
-    query_positions: Described | None = None,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    tolerance: float | None = None,
-    layout: str = "BHTD",
-    **asked: bool,
-) -> Problem:
+def check(function: str, request: Request[Any], layout: str = "BHTD", **asked: bool) -> Problem:
     """Return the problem that arrays of this layout pose, or raise for the first rule that they break."""
+    q: Described = request.q
+    k: Described = request.k
+    v: Described = request.v
+    causal, mask = request.causal, request.mask
     if not isinstance(causal, (bool, np.bool_)):
         raise TypeError(f"{function}: causal must be True or False, got {causal!r}")
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -198,16 +239,18 @@ def check(
             f"{function}: q has {H} heads, which is no multiple of the {G} of k and v (q {q}, k {k},"
             f" read as {LAYOUTS[layout]})"
         )
-    if causal and right is not None:
+    if causal and request.right_slopes is not None:
         raise ValueError(
             f"{function}: right_slopes contradicts causal=True, which hides that side; pass causal=False"
         )
-    for name, slope in (("slopes", left), ("right_slopes", right)):
+    for name in ("slopes", "right_slopes"):
+        slope = getattr(request, name)
         if slope is not None and not has_shape(slope, (H,), (B, H)):
             raise ValueError(
                 f"{function}: {name} must have shape [H] = {[H]} or [B, H] = {[B, H]}, got {slope}"
             )
-    check_placement(function, B, G, key_range, query_start)
+    check_placement(function, B, G, request.key_range, request.query_start)
+    key_bound = request.key_bound
     if key_bound is not None and not (has_shape(key_bound, (B, G)) and key_bound.dtype in FLOATS):
         raise ValueError(
             f"{function}: key_bound must be floating point [B, G] = {[B, G]},"
@@ -215,35 +258,104 @@ def check(
         )
     if mask is not None:
         _check_mask(function, mask, (B, H, T, S), q.device)
-    if positions is None and query_positions is not None:
+    if request.positions is None and request.query_positions is not None:
         raise ValueError(
             f"{function}: query_positions lie among positions of keys; give positions too"
         )
-    for name, place, n in (("positions", positions, S), ("query_positions", query_positions, T)):
+    for name, n in (("positions", S), ("query_positions", T)):
+        place = getattr(request, name)
         if place is not None:
             _check_positions(function, name, place, (B, H, n), q.device)
     return Problem(
-        B,
-        H,
-        G,
-        T,
-        S,
-        D,
-        E,
+        B=B,
+        H=H,
+        G=G,
+        T=T,
+        S=S,
+        D=D,
+        E=E,
         dtype=q.dtype,
         device=q.device.partition(":")[0],
         causal=bool(causal),
-        scale=_number(function, "scale", scale, -math.inf, math.inf, 1 / math.sqrt(D)),
-        tolerance=_number(function, "tolerance", tolerance, 0.0, 1.0, TOLERANCE[q.dtype]),
-        dropout=check_dropout(function, dropout),
-        key_range=key_range is not None,
-        query_start=query_start is not None,
-        mask=mask is not None,
+        scale=_number(function, "scale", request.scale, -math.inf, math.inf, 1 / math.sqrt(D)),
+        tolerance=_number(function, "tolerance", request.tolerance, 0.0, 1.0, TOLERANCE[q.dtype]),
+        dropout=check_dropout(function, request.dropout),
         added=mask is not None and mask.dtype in FLOATS,
-        positions=positions is not None,
-        query_positions=query_positions is not None,
+        **{name: getattr(request, name) is not None for name in _GIVEN},
         **asked,
     )
+
+
+# Arrays of which a problem says whether there is one.
+_GIVEN = ("key_range", "query_start", "mask", "positions", "query_positions")
+
+
+def check_slopes(function: str, request: Request[A], read: Callable[[A], Any]) -> None:
+    """Check the values of the slopes of both sides that `read` gives: it answers None where they are not known."""
+    for name in ("slopes", "right_slopes"):
+        slopes = getattr(request, name)
+        values = None if slopes is None else read(slopes)
+        if values is not None:
+            check_slope_values(function, name, values)
+
+
+def check_values(
+    function: str, problem: Problem, request: Request[A], read: Callable[[A], Any], depth: int = 3
+) -> None:
+    """Check where keys and queries stand, as far as `read` gives the values. depth: calls from the user's line to here."""
+    names = ("positions", "query_positions", "key_range", "query_start")
+    given = [getattr(request, name) for name in names]
+    known = [None if x is None else read(x) for x in given]
+    x, xq, ranges, starts = known
+    if ranges is not None:
+        check_key_range_values(function, ranges, problem.S)
+    if starts is not None:
+        check_query_start_values(function, starts)
+    if x is not None and [y is None for y in given] == [y is None for y in known]:
+        check_position_values(function, problem, x, xq, ranges, starts, depth + 1)
+
+
+def fill(
+    request: Request[A],
+    problem: Problem,
+    default_slopes: Callable[[], A],
+    broadcast_to: Callable[[Any, tuple[int, ...]], Any],
+    last_end: Callable[[Any], Any],
+) -> dict[str, Any]:
+    """What a checked call leaves open, filled in: the arguments of implementations but for arrays that a front end makes.
+
+    Args:
+        default_slopes: Of a call that names none.
+        broadcast_to: The front end's own.
+        last_end: Where the ranges [B, G, 2] of each batch row end at last: [B].
+    """
+    left: Any = request.slopes
+    right: Any = request.right_slopes
+    ranges: Any = request.key_range
+    start: Any = request.query_start
+    mask: Any = request.mask
+    if left is None:
+        left = default_slopes()
+    if right is None and not problem.causal:
+        right = left
+    if ranges is not None:
+        per_head = ranges if len(ranges.shape) == 3 else ranges[:, None]
+        ranges = broadcast_to(per_head, (problem.B, problem.G, 2))
+        if start is None:
+            start = last_end(ranges) - problem.T
+    if mask is not None:
+        mask = mask[(None,) * (4 - len(mask.shape))]
+    return {
+        "left": left,
+        "right": right,
+        "key_range": ranges,  # [B, G, 2]
+        "query_start": start,  # [B]
+        "mask": mask,  # of four axes
+        "key_bound": request.key_bound,
+        "scale": problem.scale,
+        "dropout": problem.dropout,
+        "tolerance": problem.tolerance,
+    }
 
 
 def _missing_axes(name: str, array: Described, layout: str) -> str:
@@ -362,12 +474,12 @@ def check_point_values(function: str, points: np.ndarray, first_token: int) -> N
 
 
 def refuse_unknown(
-    function: str, unknown: Mapping[str, object], called: Callable[..., object]
+    function: str, given: Mapping[str, object], called: Callable[..., object]
 ) -> NoReturn:
     """Raise for an argument that the function `called` does not have, with the name that it has there."""
     parameters = inspect.signature(called).parameters.values()
     known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "function"]
-    name = next(iter(unknown))
+    name = next(name for name in given if name not in known)
     near = difflib.get_close_matches(name, known, n=1)
     other = OTHER_NAMES.get(name)
     said = re.match(r"say (\w+)(?: and (\w+))?", other or "")

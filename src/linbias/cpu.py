@@ -1,15 +1,13 @@
 """The compiled CPU core for NumPy arrays: `linbias.attention` at full speed."""
 
-import math
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from linbias import _request
-from linbias.definition import Array, Options, flatten_batch, flatten_places, real_arrays, stand
+from linbias._arrays import Array, Unmasked, check, fill, in_batches, per_query_head, stand
 from linbias.kernels import core
-from linbias.schedules import slopes as slopes_of_paper
 
 __all__ = ["attention"]
 
@@ -26,7 +24,7 @@ def attention(
     tolerance: float | None = ...,
     num_threads: int = ...,
     return_lse: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[Unmasked],
 ) -> tuple[Floats, Floats]: ...
 @overload
 def attention(
@@ -38,25 +36,19 @@ def attention(
     tolerance: float | None = ...,
     num_threads: int = ...,
     return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
+    **options: Unpack[Unmasked],
 ) -> Floats: ...
+@_request.takes(Unmasked)
 def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
     slopes: npt.ArrayLike | None = None,
     *,
-    causal: bool = True,
-    right_slopes: npt.ArrayLike | None = None,
-    scale: float | None = None,
-    key_range: npt.ArrayLike | None = None,
-    query_start: npt.ArrayLike | None = None,
-    positions: npt.ArrayLike | None = None,
-    query_positions: npt.ArrayLike | None = None,
     tolerance: float | None = None,
     num_threads: int = 1,
     return_lse: bool = False,
-    **unknown: object,
+    **options: Unpack[Unmasked],
 ) -> Floats | tuple[Floats, Floats]:
     """Run the compiled core on NumPy arrays: `linbias.attention` at full speed.
 
@@ -87,103 +79,51 @@ def attention(
         >>> attention(q, k, v).shape
         (1, 2, 3, 4)
     """
-    if unknown:
-        _request.refuse_unknown("attention", unknown, attention)
-    given, batch = real_arrays("attention", q, k, v)
-    given = [x.astype(np.float64) if x.dtype.kind in "iu" else x for x in given]
+    if not options.keys() <= Unmasked.__annotations__.keys():
+        _request.refuse_unknown("attention", options, attention)
     if num_threads < 1:
         raise ValueError(f"attention: num_threads must be at least 1, got {num_threads}")
-    dtype = _computed_in([array.dtype for array in given])
-    arrays = [
-        _readable(array.astype(dtype, copy=False).reshape(math.prod(batch), *array.shape[-3:]))
-        for array in given
-    ]
-    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    sides = [
-        None if side is None else _request.real_array("attention", name, side).astype(wide)
-        for name, side in (("slopes", slopes), ("right_slopes", right_slopes))
-    ]
-    ranges, starts, places, query_places = (
-        None if x is None else flatten(_request.as_array("attention", name, x), batch)
-        for name, x, flatten in (
-            ("key_range", key_range, flatten_batch),
-            ("query_start", query_start, flatten_batch),
-            ("positions", positions, flatten_places),
-            ("query_positions", query_positions, flatten_places),
-        )
-    )
-    problem = _request.check(
-        "attention",
-        *(_describe(array) for array in arrays),
-        *(
-            None if x is None else _describe(x)
-            for x in (*sides, ranges, starts, None, None, places, query_places)
-        ),
-        causal=causal,
-        scale=scale,
-        tolerance=tolerance,
-    )
-    _request.warn_of_layout("attention", problem, depth=2)
+    request, batch = in_batches("attention", None, q, k, v, slopes, tolerance=tolerance, **options)
+    given = [x.astype(np.float64) if x.dtype.kind in "iu" else x for x in request[:3]]
+    dtype = _computed_in([x.dtype for x in given])
+    q, k, v = (_readable(x.astype(dtype, copy=False)) for x in given)
+    request = request._replace(q=q, k=k, v=v)
+    problem = check("attention", request)
     reason = core.why_not(problem)
     if reason is not None:
         raise NotImplementedError(f"attention: cpu cannot run this call: {reason}")
-    for name, side in zip(("slopes", "right_slopes"), sides, strict=True):
-        if side is not None:
-            _request.check_slope_values("attention", name, side)
-    if ranges is not None:
-        _request.check_key_range_values("attention", ranges, problem.S)
-    if starts is not None:
-        _request.check_query_start_values("attention", starts)
-    if places is not None:
-        _request.check_position_values(
-            "attention", problem, places, query_places, ranges, starts, depth=2
-        )
-    out, lse = _run(
-        problem, arrays, sides, ranges, starts, (places, query_places), wide, num_threads
-    )
+    _request.warn_of_layout("attention", problem, depth=2)
+    _request.check_slopes("attention", request, np.asarray)
+    _request.check_values("attention", problem, request, np.asarray, depth=2)
+    out, lse = _run(problem, request, num_threads)
     out = out.astype(given[0].dtype, copy=False).reshape(*batch, *out.shape[1:])
     return (out, lse.reshape(*batch, *lse.shape[1:])) if return_lse else out
 
 
 def _run(
-    problem: _request.Problem,
-    arrays: list[Array],
-    sides: list[Array | None],
-    ranges: Array | None,
-    starts: Array | None,
-    placed: tuple[Array | None, Array | None],
-    wide: np.dtype[Any],
-    num_threads: int,
+    problem: _request.Problem, request: _request.Request[Array], num_threads: int
 ) -> tuple[Floats, Floats]:
     """Fill in what a checked call leaves open, and run it: out [B, H, T, E] and lse [B, H, T], wide."""
     B, H, G, T, S = problem.B, problem.H, problem.G, problem.T, problem.S
-    q, k, v = arrays
-    left, right = sides
-    if left is None:
-        left = (slopes_of_paper(H) if H else np.zeros(0)).astype(wide)
-    if right is None and not problem.causal:
-        right = left
+    wide = np.dtype(np.float64 if problem.dtype == "float64" else np.float32)
+    filled = fill(request, problem)
     left, right = (
-        None if side is None else np.ascontiguousarray(np.broadcast_to(side, (B, H)))
-        for side in (left, right)
+        None if side is None else np.ascontiguousarray(np.broadcast_to(side, (B, H)), wide)
+        for side in (filled["left"], filled["right"])
     )
-    if ranges is not None:
-        per_head = ranges if ranges.ndim == 3 else ranges[:, None]
-        ranges = np.ascontiguousarray(np.broadcast_to(per_head, (B, G, 2)), dtype=np.int64)
-        if starts is None:
-            starts = ranges[..., 1].max(1, initial=0) - T
-    if starts is not None:
-        starts = np.ascontiguousarray(starts, dtype=np.int64)
+    ranges, starts = (
+        None if x is None else np.ascontiguousarray(x, np.int64)
+        for x in (filled["key_range"], filled["query_start"])
+    )
     x, xq, bias = None, None, np.zeros((), wide)
-    places, query_places = placed
-    if places is not None:
-        of_heads = np.array([0, S]) if ranges is None else ranges.repeat(H // max(1, G), axis=1)
-        from_keys = np.full(B, S - T) if starts is None else starts
-        of_heads = np.broadcast_to(of_heads, (B, H, 2))
-        standing = stand(places, query_places, of_heads, from_keys, T)
-        if query_places is not None and S:
+    if request.positions is not None:
+        standing = stand(request, problem, ranges, starts)
+        if request.query_positions is not None and S:
+            from_keys = np.full(B, S - T) if starts is None else starts
+            place = from_keys[:, None, None] + np.arange(T)
+            of_heads = per_query_head(ranges, problem)
             standing["query_positions"], bias = _stand_near(
-                standing, (left, right), of_heads, from_keys[:, None, None] + np.arange(T)
+                standing, (left, right), of_heads, place
             )
         x, xq = (np.ascontiguousarray(standing[n]) for n in ("positions", "query_positions"))
     out = np.empty((B, H, T, problem.E), wide)
@@ -198,9 +138,9 @@ def _run(
         S=S,
         D=problem.D,
         E=problem.E,
-        q=_operand(q),
-        k=_operand(k),
-        v=_operand(v),
+        q=_operand(request.q),
+        k=_operand(request.k),
+        v=_operand(request.v),
         left=_address(left),
         right=_address(right),
         key_range=_address(ranges),
@@ -228,7 +168,7 @@ def _stand_near(
     ranges: Array,
     place: Array,
 ) -> tuple[Array, Array]:
-    """`linbias.torch.places.stand_near`: query positions near the keys [B, H, T], and the bias that all keys of a row lack."""
+    """`linbias.torch.standing.stand_near`: query positions near the keys [B, H, T], and the bias that all keys of a row lack."""
     xq, (first, end) = standing["query_positions"], np.split(ranges, 2, -1)
     left, right = (np.inf if side is None else side[..., None].astype(float) for side in sides)
     before = place < first
@@ -253,10 +193,6 @@ def _readable(array: Array) -> Array:
     whole = all(stride % array.itemsize == 0 for stride in array.strides)
     plain = whole and array.strides[-1] == array.itemsize and array.flags.aligned
     return array if plain else np.ascontiguousarray(array)
-
-
-def _describe(array: Array) -> _request.Described:
-    return _request.Described(array.shape, array.dtype.name)
 
 
 def _operand(array: Array) -> "core.Array":

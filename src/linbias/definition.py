@@ -6,19 +6,15 @@ S keys, H query heads, G key/value heads, D key size, E value size.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Never, TypedDict, TypeVar, Unpack, overload
+from typing import Literal, NamedTuple, Never, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from linbias import _request
-from linbias._request import Described
-from linbias.schedules import slopes as slopes_of_paper
-
-Array = npt.NDArray[Any]
-Float64 = npt.NDArray[np.float64]
-Number = TypeVar("Number", bound=np.generic)
+from linbias._arrays import Array as Array
+from linbias._arrays import Float64 as Float64
+from linbias._arrays import Inputs, Options, prepare, split_heads
 
 
 def distances(T: int, S: int, query_start: int | None = None) -> npt.NDArray[np.int64]:
@@ -115,19 +111,6 @@ def _bias(left: Float64, right: Float64, order: npt.NDArray[np.int64], distance:
     return np.where(hidden & (order != 0), -np.inf, bias)
 
 
-class Options(TypedDict, total=False):
-    """The keywords that `attention`, its gradients, its weights and its explanation share."""
-
-    causal: bool
-    right_slopes: npt.ArrayLike | None
-    scale: float | None
-    key_range: npt.ArrayLike | None
-    query_start: npt.ArrayLike | None
-    mask: npt.ArrayLike | None
-    positions: npt.ArrayLike | None
-    query_positions: npt.ArrayLike | None
-
-
 @overload
 def attention(
     q: npt.ArrayLike,
@@ -150,23 +133,16 @@ def attention(
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Array: ...
+@_request.takes(Options)
 def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
     slopes: npt.ArrayLike | None = None,
     *,
-    causal: bool = True,
-    right_slopes: npt.ArrayLike | None = None,
-    scale: float | None = None,
-    key_range: npt.ArrayLike | None = None,
-    query_start: npt.ArrayLike | None = None,
-    mask: npt.ArrayLike | None = None,
-    positions: npt.ArrayLike | None = None,
-    query_positions: npt.ArrayLike | None = None,
     num_heads: int | None = None,
     return_lse: bool = False,
-    **unknown: object,
+    **options: Unpack[Options],
 ) -> Array | tuple[Array, Float64]:
     """Softmax attention whose scores fall linearly with distance (ALiBi).
 
@@ -236,11 +212,7 @@ def attention(
     """
     if num_heads is not None:
         q, k, v = split_heads("attention", num_heads, q, k, v)
-    inputs = prepare(
-        "attention", q, k, v, slopes,
-        causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start, mask=mask,
-        positions=positions, query_positions=query_positions, **unknown,
-    )  # fmt: skip
+    inputs = prepare("attention", q, k, v, slopes, **options)
     steps = compute(inputs)
     out = inputs.restore(steps.output).astype(inputs.dtype)
     if num_heads is not None:
@@ -308,8 +280,9 @@ def attention_backward(
 
         dx[s] = sum pull,   dxq[t] = -sum pull,   pull = slope * dscore for s <= p, -right_slope * dscore for s > p
 
-    where dxq[t] is part of dx at the key of query t, unless query_positions are given. The gradient of an infinite slope is 0. With causal=False and right_slopes=None, the one slope of both sides
-    has the gradient dslopes + dright_slopes.
+    where dxq[t] is part of dx at the key of query t, unless query_positions are given. The gradient of an infinite
+    slope is 0. With causal=False and right_slopes=None, the one slope of both sides has the gradient
+    dslopes + dright_slopes.
 
     Args:
         dout: [..., H, T, E], gradient of the loss with respect to the output.
@@ -333,10 +306,10 @@ def attention_backward(
     if dlse is not None:
         given["dlse"] = (dlse, rows)
     for name, (values, shape) in given.items():
-        found = _request.real_array("attention_backward", name, values).shape
-        if found != shape:
+        own = _request.real_array("attention_backward", name, values).shape
+        if own != shape:
             raise ValueError(
-                f"attention_backward: {name} must have shape {list(shape)}, got {list(found)}"
+                f"attention_backward: {name} must have shape {list(shape)}, got {list(own)}"
             )
     steps = compute(inputs)
     dout = np.asarray(dout, np.float64).reshape(steps.output.shape)
@@ -366,7 +339,7 @@ def attention_backward(
 
 
 def _position_gradients(
-    inputs: "Inputs", dscore: Float64, options: Options
+    inputs: Inputs, dscore: Float64, options: Options
 ) -> tuple[Float64 | None, Float64 | None]:
     """dscore [B, H, T, S] -> dpositions and dquery_positions; None where not given."""
     if inputs.positions is None or inputs.own_key is None:
@@ -380,18 +353,9 @@ def _position_gradients(
     if query_positions is None:
         own = inputs.own_key[..., None] == np.arange(inputs.k.shape[2])
         of_keys += (own * of_queries[..., None]).sum(-2)
-
-    def as_given(gradient: Float64, given: npt.ArrayLike) -> Float64:
-        shape, batch = np.shape(given), inputs.batch
-        shared = len(shape) <= len(batch) + 1  # by all heads
-        gradient = inputs.restore(gradient.sum(1) if shared else gradient)
-        if gradient.shape == shape:
-            return gradient
-        return gradient.sum(tuple(range(len(batch)))).reshape(shape)  # and by all batch rows
-
     return (
-        None if positions is None else as_given(of_keys, positions),
-        None if query_positions is None else as_given(of_queries, query_positions),
+        None if positions is None else inputs.sum_position(of_keys, positions),
+        None if query_positions is None else inputs.sum_position(of_queries, query_positions),
     )
 
 
@@ -445,7 +409,7 @@ class Steps(NamedTuple):
     output: Float64  # [B, H, T, E]
 
 
-def compute(inputs: "Inputs") -> Steps:
+def compute(inputs: Inputs) -> Steps:
     """Attention as the formulas say it."""
     # One number for each pair of a query and a key: how well what one asks for meets what the other offers.
     raw = inputs.q @ inputs.per_query_head(inputs.k).swapaxes(-1, -2)
@@ -466,256 +430,3 @@ def compute(inputs: "Inputs") -> Steps:
         lse = (pivot + np.log(row_sum))[..., 0]
     output = weights @ inputs.per_query_head(inputs.v)
     return Steps(raw, scaled, bias, scores, weights, lse, output)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Checked arguments as [B, heads, length, size] in float64, with nothing left open."""
-
-    q: Float64
-    k: Float64
-    v: Float64
-    left: Float64  # [H] or [B, H]
-    right: Float64  # likewise; inf: causal
-    query_start: npt.NDArray[np.int64]  # [B]
-    hidden: npt.NDArray[np.bool_]  # [B, H, 1 or T, S]: the key lies outside its range or is masked
-    added: Float64  # broadcasts with [B, H, T, S]: the numbers of a mask
-    scale: float
-    batch: tuple[int, ...]  # the batch axes as they were given
-    dtype: np.dtype[Any]  # of the output
-    positions: Float64 | None = None  # [B, H, S]; None: key s stands at s
-    query_positions: Float64 | None = None  # [B, H, T]
-    own_key: npt.NDArray[np.int64] | None = (
-        None  # [B, H, T]: where a query stands that was given no position
-    )
-
-    @property
-    def distance(self) -> Array:
-        """[B, 1 or H, T, S]: position of the query minus that of the key."""
-        if self.positions is None or self.query_positions is None:
-            return self.order
-        return self.query_positions[..., None] - self.positions[..., None, :]
-
-    @property
-    def order(self) -> npt.NDArray[np.int64]:
-        """[B, 1, T, S]: by how many keys the key lies before the query."""
-        position = self.query_start[:, None] + np.arange(self.q.shape[2])
-        return (position[..., None] - np.arange(self.k.shape[2]))[:, None]
-
-    def per_query_head(self, array: Array) -> Array:
-        """[B, G, ...] -> [B, H, ...]: query head h reads key/value head h // (H // G)."""
-        return np.repeat(array, self.q.shape[1] // max(1, array.shape[1]), axis=1)
-
-    def per_key_head(self, array: Float64) -> Float64:
-        """[B, H, ...] -> [B, G, ...], summed: the transpose of `per_query_head`."""
-        B, H, *rest = array.shape
-        G = self.k.shape[1]
-        return array.reshape(B, G, H // max(1, G), *rest).sum(2)
-
-    def restore(self, array: npt.NDArray[Number]) -> npt.NDArray[Number]:
-        """[B, ...] -> [..., ...] with the batch axes as they were given."""
-        return array.reshape((*self.batch, *array.shape[1:]))
-
-    def sum_slope(self, dslope: Float64, slope: Float64) -> Float64:
-        """Sum over all that share a slope; an infinite slope has no gradient."""
-        total = dslope.sum((-1, -2))
-        return np.where(np.isinf(slope), 0.0, total if slope.ndim == 2 else total.sum(0))
-
-
-def prepare(
-    function: str,
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    v: npt.ArrayLike,
-    slopes: npt.ArrayLike | None,
-    *,
-    causal: bool = True,
-    right_slopes: npt.ArrayLike | None = None,
-    scale: float | None = None,
-    key_range: npt.ArrayLike | None = None,
-    query_start: npt.ArrayLike | None = None,
-    mask: npt.ArrayLike | None = None,
-    positions: npt.ArrayLike | None = None,
-    query_positions: npt.ArrayLike | None = None,
-    **unknown: object,
-) -> Inputs:
-    """Check the arguments of a call and fill in what they leave open."""
-    if unknown:
-        _request.refuse_unknown(function, unknown, prepare)
-    # Every layout becomes [B, heads, length, size] in float64; `restore` gives the batch axes back.
-    arrays, batch = real_arrays(function, q, k, v)
-    dtype = arrays[0].dtype if arrays[0].dtype.kind not in "iu" else np.dtype(np.float64)
-    B = math.prod(batch)
-    q, k, v = (array.reshape(B, *array.shape[-3:]).astype(np.float64) for array in arrays)
-    left, right = (
-        None if slope is None else _request.real_array(function, name, slope).astype(np.float64)
-        for name, slope in (("slopes", slopes), ("right_slopes", right_slopes))
-    )
-    ranges, starts, places, query_places = (
-        None if x is None else flatten(_request.as_array(function, name, x), batch)
-        for name, x, flatten in (
-            ("key_range", key_range, flatten_batch),
-            ("query_start", query_start, flatten_batch),
-            ("positions", positions, flatten_places),
-            ("query_positions", query_positions, flatten_places),
-        )
-    )
-    if mask is not None:
-        mask = _flatten_mask(_request.as_array(function, "mask", mask), batch)
-    problem = _request.check(
-        function,
-        *(Described(array.shape, "float64") for array in (q, k, v)),
-        *(
-            None if array is None else Described(array.shape, array.dtype.name)
-            for array in (left, right, ranges, starts, None, mask, places, query_places)
-        ),
-        causal=causal,
-        scale=scale,
-    )
-    _request.warn_of_layout(function, problem)
-    # What the call leaves open: the paper's slopes, an infinite slope to the right or the same one, all keys, and the
-    # last query at the last key.
-    H, G, T, S = problem.H, problem.G, problem.T, problem.S
-    if left is None:
-        left = slopes_of_paper(H) if H else np.zeros(0)
-    if right is None:
-        right = np.full_like(left, np.inf) if causal else left
-    for name, slope in (("slopes", left), ("right_slopes", right)):
-        _request.check_slope_values(function, name, slope)
-    if ranges is None:
-        ranges = np.array([0, S])
-    else:
-        _request.check_key_range_values(function, ranges, S)
-        ranges = ranges[:, None] if ranges.ndim == 2 else ranges
-    ranges = np.broadcast_to(ranges, (B, G, 2)).astype(np.int64)
-    if starts is None:
-        starts = ranges[..., 1].max(1, initial=0) - T if G else np.full(B, S - T)
-    else:
-        _request.check_query_start_values(function, starts)
-    keys = np.arange(S)
-    outside = (keys < ranges[..., :1]) | (keys >= ranges[..., 1:])
-    # Keys and values outside their range may hold anything, and 0 * NaN is NaN.
-    k, v = (np.where(outside[..., None], 0.0, array) for array in (k, v))
-    hidden = np.repeat(outside, H // max(1, G), axis=1)[:, :, None]
-    added = np.zeros(())
-    if mask is not None and mask.dtype != np.bool_:
-        _request.check_mask_values(function, mask)
-        hidden = hidden | np.isneginf(mask)
-        added = np.where(np.isneginf(mask), 0.0, mask).astype(np.float64)
-    elif mask is not None:
-        hidden = hidden | ~mask
-    left, right = np.broadcast_arrays(left, right)
-    standing = {}
-    if places is not None:
-        _request.check_position_values(function, problem, places, query_places, ranges, starts)
-        standing = stand(places, query_places, ranges.repeat(H // max(1, G), axis=1), starts, T)
-    return Inputs(
-        q,
-        k,
-        v,
-        left,
-        right,
-        query_start=starts.astype(np.int64),
-        hidden=hidden,
-        added=added,
-        scale=problem.scale,
-        batch=batch,
-        dtype=dtype,
-        **standing,
-    )
-
-
-def stand(
-    positions: Array, query_positions: Array | None, ranges: Array, starts: Array, T: int
-) -> dict[str, Array]:
-    """Where keys and queries stand, [B, H, ...], and at which keys; of keys outside the ranges [B, H, 2] nothing is used."""
-    (B, H, _), S = ranges.shape, positions.shape[-1]
-    first, end = ranges[..., :1], ranges[..., 1:]
-    x = positions[:, None] if positions.ndim == 2 else positions
-    x = np.where((np.arange(S) >= first) & (np.arange(S) < end), x, 0).astype(np.float64)
-    own_key = np.clip(starts[:, None, None] + np.arange(T), first, np.maximum(first, end - 1))
-    if query_positions is None:
-        # Without any key, or in an empty range, a query may stand anywhere.
-        own_key = np.clip(own_key, 0, max(0, S - 1))
-        stands = np.take_along_axis(x, own_key, -1) if S else np.zeros((B, H, T))
-    else:
-        stands = query_positions[:, None] if query_positions.ndim == 2 else query_positions
-        stands = np.broadcast_to(stands, (B, H, T)).astype(np.float64)
-    return {"positions": x, "query_positions": stands, "own_key": own_key}
-
-
-def real_arrays(
-    function: str, q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike
-) -> tuple[list[Array], tuple[int, ...]]:
-    """q, k and v as arrays of real numbers [..., heads, length, size], and the batch axes that they share."""
-    arrays = []
-    for name, argument in (("q", q), ("k", k), ("v", v)):
-        array = _request.real_array(function, name, argument)
-        if array.ndim < 3:
-            hint = (
-                "; num_heads= splits the last of 2" if function in ("attention", "explain") else ""
-            )
-            raise ValueError(
-                f"{function}: {name} must have at least 3 axes, heads, length, size, got {list(array.shape)}{hint}"
-            )
-        arrays.append(array)
-    batch = arrays[0].shape[:-3]
-    for name, array in zip("kv", arrays[1:], strict=True):
-        if array.shape[:-3] != batch:
-            raise ValueError(
-                f"{function}: {name} has batch axes {list(array.shape[:-3])} but q has {list(batch)}"
-            )
-    return arrays, batch
-
-
-def split_heads(
-    function: str, num_heads: int, q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike
-) -> tuple[Array, Array, Array]:
-    """[..., length, heads * size] -> [..., heads, length, size]; keys have the size of queries, k and v as many heads."""
-    if not isinstance(num_heads, int | np.integer) or num_heads < 1:
-        raise ValueError(
-            f"{function}: num_heads must be an integer of at least 1, got {num_heads}"
-        )
-    q = _as_heads(function, "q", q, num_heads)
-    size = max(1, q.shape[-1])  # no columns are refused later
-    columns = _request.as_array(function, "k", k).shape[-1:]
-    num_kv_heads = max(1, sum(columns) // size)
-    k, v = (_as_heads(function, name, x, num_kv_heads) for name, x in (("k", k), ("v", v)))
-    return q, k, v
-
-
-def _as_heads(function: str, name: str, values: npt.ArrayLike, num_heads: int) -> Array:
-    array = _request.real_array(function, name, values)
-    if array.ndim < 2 or array.shape[-1] % num_heads:
-        raise ValueError(
-            f"{function}: {name} must be [..., length, heads * size] with a multiple of {num_heads} columns,"
-            f" got {list(array.shape)}"
-        )
-    return array.reshape(*array.shape[:-1], num_heads, array.shape[-1] // num_heads).swapaxes(
-        -2, -3
-    )
-
-
-def flatten_batch(array: Array, batch: tuple[int, ...]) -> Array:
-    """[..., x] -> [B, x] where the batch axes are there; anything else is left for the checks to refuse."""
-    if array.shape[: len(batch)] != batch:
-        return array
-    return array.reshape(math.prod(batch), *array.shape[len(batch) :])
-
-
-def flatten_places(array: Array, batch: tuple[int, ...]) -> Array:
-    """`flatten_batch`, but one axis alone, or 1 in the place of every batch axis, stands for all batch rows."""
-    if array.ndim == 1:
-        return array[None]
-    if batch and array.ndim > len(batch) and array.shape[: len(batch)] == (1,) * len(batch):
-        return array.reshape(1, *array.shape[len(batch) :])
-    return flatten_batch(array, batch)
-
-
-def _flatten_mask(mask: Array, batch: tuple[int, ...]) -> Array:
-    """[..., H, T, S] -> [B, H, T, S] where the batch axes fit; anything else is left for the checks to refuse."""
-    own = mask.shape[:-3]
-    if len(own) != len(batch) or any(n not in (1, m) for n, m in zip(own, batch, strict=True)):
-        return mask
-    rest = mask.shape[-3:]
-    return np.broadcast_to(mask, (*batch, *rest)).reshape(math.prod(batch), *rest) if own else mask

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from linbias import _extras, _machine
-from linbias._request import Described, check
+from linbias._request import Described, Request, check
 from linbias._run.neighbours import waiting
 from linbias.kernels import core
 
@@ -94,7 +94,7 @@ def _of_jax(devices: list[str]) -> dict[str, dict[str, str | None]]:
 
 def _plain_call(device: str) -> Any:
     q = Described((1, 8, 1024, 64), "float32", device)
-    return check("doctor", q, q, q)
+    return check("doctor", Request(q=q, k=q, v=q))
 
 
 def _why_not_importable(part: str) -> str | None:

@@ -7,8 +7,9 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from linbias._arrays import Float64, Options, prepare, split_heads
 from linbias._matrix import printable
-from linbias.definition import Float64, Options, compute, prepare, split_heads
+from linbias.definition import compute
 from linbias.explain_html import html
 from linbias.schedules import in_words
 

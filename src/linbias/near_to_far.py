@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from linbias import _request
-from linbias.definition import Array, Float64, Inputs, Options, attention_weights, prepare
+from linbias._arrays import Array, Float64, Inputs, Options, Unmasked, prepare
+from linbias.definition import attention_weights
 
 __all__ = ["attention", "share_outside", "window"]
 
@@ -137,6 +138,7 @@ class Visit(NamedTuple):
     tiles: list[list[list[Tile]]]
 
 
+@_request.takes(Unmasked)
 def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -146,7 +148,7 @@ def attention(
     tolerance: float = 2.0**-24,
     rows: int = 16,
     keys: int = 16,
-    **options: Unpack[Options],
+    **options: Unpack[Unmasked],
 ) -> Visit:
     """Run `linbias.attention` near to far, and keep what was read.
 
@@ -176,9 +178,7 @@ def attention(
             f" got {tolerance}, {rows}, {keys}"
         )
     if "mask" in options:
-        raise TypeError(
-            "near_to_far: there is no argument mask; say key_range and query_start for padding and caches"
-        )
+        _request.refuse_unknown("near_to_far", options, attention)
     inputs = prepare("near_to_far", q, k, v, slopes, **options)
     (B, H, T, _), E = inputs.q.shape, inputs.v.shape[3]
     sums = _sums(inputs)

@@ -398,7 +398,7 @@ def test_bfloat16_is_written_at_once_where_nothing_will_be_differentiated(precis
     q, k, v = torch.randn(3, 1, 2, 70, 16).to(torch.bfloat16).requires_grad_()
     slopes = torch.tensor([0.5, 0.1])
     inputs = operator.Inputs(
-        q, k, v, slopes, None, None, None, None, None, 0.25, 0.0, 1e-4, precise=precise
+        q=q, k=k, v=v, left=slopes, scale=0.25, tolerance=1e-4, precise=precise
     )
     out, *_ = torch_cpu.operators.forward(*inputs)
     assert out.dtype == (torch.float32 if precise else torch.bfloat16)

@@ -324,7 +324,7 @@ def test_an_implementation_that_cannot_is_refused_by_name_and_passed_over_by_aut
     from linbias.torch.impl import blocked, dense
 
     one = _request.Described((1, 1, 1, 1), "float32")
-    problem = _request.check("f", one, one, one)
+    problem = _request.check("f", _request.Request(q=one, k=one, v=one))
     refused = "f: unable cannot run this call: it is Sunday"
     with pytest.raises(NotImplementedError, match=refused):
         _dispatch.choose("f", "unable", problem, (Unable, dense))
@@ -348,10 +348,8 @@ def test_a_slow_fallback_warns_once(monkeypatch):
     from linbias.torch.impl import dense
 
     monkeypatch.setattr(_dispatch, "_warned", [])
-    on_gpu, problem = (
-        _request.check("f", *[_request.Described((1, 1, 1, 1), "float32", device)] * 3)
-        for device in ("cuda", "cpu")
-    )
+    ones = (_request.Described((1, 1, 1, 1), "float32", device) for device in ("cuda", "cpu"))
+    on_gpu, problem = (_request.check("f", _request.Request(q=x, k=x, v=x)) for x in ones)
     assert _dispatch.choose("f", "auto", on_gpu, (NotBuilt, dense)) is dense  # built or not
     with pytest.warns(
         UserWarning, match="f: dense runs in place of fast, .*linbias doctor"

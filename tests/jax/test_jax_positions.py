@@ -16,7 +16,7 @@ from linbias.jax import attention, attention_weights
 from linbias.jax.call import prepare
 from linbias.jax.impl import blocked
 from linbias.jax.impl.certificate import log_sums
-from linbias.jax.places import in_parts, stand
+from linbias.jax.standing import in_parts, stand
 from positions import PLACED, Placed, backward
 
 BY_NAME = {call.name: call for call in PLACED}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from linbias import _dispatch
-from linbias._request import Described, check
+from linbias._request import Described, Request, check
 from linbias.kernels import core
 from linbias.torch.choice import asked_in_turn, explain_choice
 
@@ -27,7 +27,7 @@ def test_on_a_gpu_one_call_goes_before_many_small_ones_while_its_bias_is_small()
     first = {}
     for length in (128, 1 << 15):
         q = Described((1, 1, length, 64), "float64", "cuda:0")  # which `triton` does not take
-        problem = check("attention", q, q, q)
+        problem = check("attention", Request(q=q, k=q, v=q))
         turn = asked_in_turn(problem)
         first[length] = _dispatch.choose("attention", "auto", problem, turn).NAME
     assert first == {128: "sdpa", 1 << 15: "blocked"}

@@ -13,7 +13,7 @@ import torch
 import linbias.torch
 from cases import CASES, by_name
 from contract import check_case
-from linbias._request import Described, check
+from linbias._request import Described, Request, check
 from linbias.torch.impl import triton
 from test_torch import TorchSubject
 
@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 def call(device="cuda", dtype="bfloat16", D=64):
     q = Described((1, 8, 1024, D), dtype, device)
-    return check("attention", q, q, q)
+    return check("attention", Request(q=q, k=q, v=q))
 
 
 def test_what_it_cannot_run_is_said(monkeypatch):

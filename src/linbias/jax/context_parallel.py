@@ -11,9 +11,9 @@ back to where the keys came from.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, Required, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +31,13 @@ Halo = int | Sequence[int] | ArrayLike
 AxisName = str | tuple[str, ...]
 
 
-class Options(TypedDict, total=False):
-    """The keywords of `attention` but for return_lse."""
+class Weighing(TypedDict, total=False):
+    """The keywords of `linbias.jax.attention` that a sequence in shares has too."""
 
-    axis_name: Required[AxisName]
-    halo: Required[Halo]
     causal: bool
     right_slopes: Slopes | None
     scale: float | None
     tolerance: float | None
-    implementation: str
 
 
 @overload
@@ -50,8 +47,11 @@ def attention(
     v: ArrayLike,
     slopes: Slopes | None = ...,
     *,
+    axis_name: AxisName,
+    halo: Halo,
+    implementation: str = ...,
     return_lse: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[Weighing],
 ) -> tuple[Array, Array]: ...
 @overload
 def attention(
@@ -60,9 +60,13 @@ def attention(
     v: ArrayLike,
     slopes: Slopes | None = ...,
     *,
+    axis_name: AxisName,
+    halo: Halo,
+    implementation: str = ...,
     return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
+    **options: Unpack[Weighing],
 ) -> Array: ...
+@_request.takes(Weighing)
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -71,13 +75,9 @@ def attention(
     *,
     axis_name: AxisName,
     halo: Halo,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    scale: float | None = None,
-    tolerance: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
-    **unknown: object,
+    **options: Unpack[Weighing],
 ) -> Array | tuple[Array, Array]:
     """Attend over one sequence that lies in pieces on the devices of a mesh axis, inside `jax.shard_map`.
 
@@ -127,27 +127,18 @@ def attention(
         (1, 128, 2, 4)
     """
     function = "context_parallel.attention"
-    if unknown:
-        _refuse_unknown(function, unknown)
+    _refuse_unknown(function, options)
     num_pieces = _num_pieces(function, axis_name)
     inputs, problem = prepare(
-        function,
-        q,
-        k,
-        v,
-        slopes,
-        causal=causal,
-        right_slopes=right_slopes,
-        scale=scale,
-        tolerance=tolerance,
-        sequence_axes=_names(axis_name),
+        function, q, k, v, slopes, sequence_axes=_names(axis_name), **options
     )
     _check_lengths(function, problem)
     B, T, G = problem.B, problem.T, problem.G
     halos = np.minimum(_check_halo(function, halo, G), (num_pieces - 1) * T)
     on_the_left = np.where(_hidden(slopes, problem), 0, halos)
     on_the_right = np.zeros_like(halos)
-    if not causal:
+    if not problem.causal:
+        right_slopes = options.get("right_slopes")
         hidden = _hidden(slopes if right_slopes is None else right_slopes, problem)
         on_the_right = np.where(hidden, 0, halos)
     own = inputs.k, inputs.v
@@ -179,17 +170,14 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@_request.takes(Weighing)
 def needed_halo(
     q: ArrayLike,
     k: ArrayLike,
     slopes: Slopes | None = None,
     *,
     axis_name: AxisName,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    scale: float | None = None,
-    tolerance: float | None = None,
-    **unknown: object,
+    **options: Unpack[Weighing],
 ) -> Array:
     """Measure how many keys beyond the edges of a piece each key/value head needs, inside `jax.shard_map`.
 
@@ -223,20 +211,10 @@ def needed_halo(
         [0, 0]
     """
     function = "context_parallel.needed_halo"
-    if unknown:
-        _refuse_unknown(function, unknown)
+    _refuse_unknown(function, options)
     num_pieces = _num_pieces(function, axis_name)
     inputs, problem = prepare(
-        function,
-        q,
-        k,
-        k,
-        slopes,
-        causal=causal,
-        right_slopes=right_slopes,
-        scale=scale,
-        tolerance=tolerance,
-        sequence_axes=_names(axis_name),
+        function, q, k, k, slopes, sequence_axes=_names(axis_name), **options
     )
     _check_lengths(function, problem)
     B, T, H, G = problem.B, problem.T, problem.H, problem.G
@@ -387,13 +365,15 @@ def _hidden(slopes: Slopes | None, problem: _request.Problem) -> np.ndarray[Any,
     return hidden.all((0, 2))
 
 
-def _refuse_unknown(function: str, unknown: dict[str, object]) -> NoReturn:
+def _refuse_unknown(function: str, options: Mapping[str, object]) -> None:
+    unknown = [name for name in options if name not in Weighing.__annotations__]
     whole = {"key_range", "query_start", "key_bound", "dropout", "dropout_key", "dropout_p"}
     for name in unknown:
         if name in whole or name.endswith("mask"):
             raise TypeError(
-                f"{function}: there is no argument {name}; a sequence in pieces has all its keys and no dropout,"
-                " as linbias.jax.attention has them for a whole one"
+                f"{function}: there is no argument {name}; a sequence in pieces has all its keys and no"
+                " dropout, as linbias.jax.attention has them for a whole one"
             )
-    called = attention if function.endswith("attention") else needed_halo
-    _request.refuse_unknown(function, unknown, called)
+    if unknown:
+        called = attention if function.endswith("attention") else needed_halo
+        _request.refuse_unknown(function, options, called)

@@ -1,22 +1,36 @@
 """`attention` and `attention_weights`, the functions that a program calls."""
 
-from typing import Literal, Never, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from linbias import _request
-from linbias.jax import places
-from linbias.jax.call import (
-    ArrayLike,
-    Options,
-    Slopes,
-    on_its_mesh,
-    prepare,
-    run,
-    spec_on_mesh,
-)
+from linbias.jax import standing
+from linbias.jax.call import ArrayLike, Slopes, on_its_mesh, prepare, run, spec_on_mesh
 from linbias.jax.impl import dense
+
+
+class Weighing(TypedDict, total=False):
+    """The keywords of `attention` that say what each key weighs."""
+
+    causal: bool
+    right_slopes: Slopes | None
+    scale: float | None
+    key_range: ArrayLike | None
+    query_start: ArrayLike | None
+    mask: ArrayLike | None
+    positions: ArrayLike | None
+    query_positions: ArrayLike | None
+
+
+class Options(Weighing, total=False):
+    """The keywords of `attention` that say what is computed."""
+
+    key_bound: ArrayLike | None
+    dropout: float
+    dropout_key: Array | None
+    tolerance: float | None
 
 
 @overload
@@ -26,6 +40,7 @@ def attention(
     v: ArrayLike,
     slopes: Slopes | None = ...,
     *,
+    implementation: str = ...,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Array, Array]: ...
@@ -36,30 +51,20 @@ def attention(
     v: ArrayLike,
     slopes: Slopes | None = ...,
     *,
+    implementation: str = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Array: ...
+@_request.takes(Options)
 def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
     slopes: Slopes | None = None,
     *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    scale: float | None = None,
-    key_range: ArrayLike | None = None,
-    query_start: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    positions: ArrayLike | None = None,
-    query_positions: ArrayLike | None = None,
-    key_bound: ArrayLike | None = None,
-    dropout: float = 0.0,
-    dropout_key: Array | None = None,
-    tolerance: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
-    **unknown: object,
+    **options: Unpack[Options],
 ) -> Array | tuple[Array, Array]:
     """Softmax attention whose scores fall linearly with distance (ALiBi).
 
@@ -130,45 +135,16 @@ def attention(
 
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
-    if unknown:
-        _request.refuse_unknown("attention", unknown, attention)
-    inputs, problem = prepare(
-        "attention",
-        q,
-        k,
-        v,
-        slopes,
-        causal=causal,
-        right_slopes=right_slopes,
-        scale=scale,
-        key_range=key_range,
-        query_start=query_start,
-        mask=mask,
-        positions=positions,
-        query_positions=query_positions,
-        key_bound=key_bound,
-        dropout=dropout,
-        dropout_key=dropout_key,
-        tolerance=tolerance,
-    )
+    if not options.keys() <= Options.__annotations__.keys():
+        _request.refuse_unknown("attention", options, attention)
+    inputs, problem = prepare("attention", q, k, v, slopes, **options)
     out, lse = run("attention", inputs, problem, implementation)
     return (out, lse) if return_lse else out
 
 
+@_request.takes(Weighing)
 def attention_weights(
-    q: ArrayLike,
-    k: ArrayLike,
-    slopes: Slopes | None = None,
-    *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    scale: float | None = None,
-    key_range: ArrayLike | None = None,
-    query_start: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    positions: ArrayLike | None = None,
-    query_positions: ArrayLike | None = None,
-    **unknown: Never,
+    q: ArrayLike, k: ArrayLike, slopes: Slopes | None = None, **options: Unpack[Weighing]
 ) -> Array:
     """Compute the weights that `attention` gives to each key: softmax(score), the whole matrix, to look at.
 
@@ -190,24 +166,12 @@ def attention_weights(
         >>> attention_weights(q, k, [0.0])[0, 0].tolist()
         [[1.0, 0.0], [0.5, 0.5]]
     """
-    if unknown:
-        _request.refuse_unknown("attention_weights", unknown, attention_weights)
-    inputs, _ = prepare(
-        "attention_weights",
-        q,
-        k,
-        k,
-        slopes,
-        causal=causal,
-        right_slopes=right_slopes,
-        scale=scale,
-        key_range=key_range,
-        query_start=query_start,
-        mask=mask,
-        positions=positions,
-        query_positions=query_positions,
-    )
+    if not options.keys() <= Weighing.__annotations__.keys():
+        _request.refuse_unknown("attention_weights", options, attention_weights)
+    inputs, _ = prepare("attention_weights", q, k, k, slopes, **options)
     B, T, H, _ = spec_on_mesh(inputs.q)
     return on_its_mesh(
-        lambda x: dense.attention_weights(places.stand_near(x)[0])[0], inputs, P(B, H, T, None)
+        lambda x: dense.attention_weights(standing.stand_near(x)[0])[0],
+        inputs,
+        P(B, H, T, None),
     )

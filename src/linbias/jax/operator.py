@@ -31,11 +31,10 @@ class Inputs:
     key_range: Array | None  # [B, G, 2], int32, within 0 and S; None: all keys
     query_start: Array | None  # [B], int32, the position of query 0; None: S - T
     key_bound: Array | None  # [B, G], wide; only forward may use it
-    mask: (
-        Array | None
-    )  # [B or 1, H or 1, T or 1, S]: bool, False hides a key; or wide, added to the scores
-    # In parts, as `places` has them: [B, 1 or H, S, parts], and [B, 1 or H, T, parts] or None. Implementations are given all heads
-    # and both, or neither, where key s stands at s.
+    # [B or 1, H or 1, T or 1, S]: bool, False hides a key; or wide, added to the scores
+    mask: Array | None
+    # In parts, as `standing` has them: [B, 1 or H, S, parts], and [B, 1 or H, T, parts] or None.
+    # Implementations are given all heads and both, or neither, where key s stands at s.
     positions: Array | None
     query_positions: Array | None
     seed: Array | None  # [], uint32; None: no dropout

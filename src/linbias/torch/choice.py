@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from linbias import _dispatch
-from linbias._request import FLOATS, Described, Problem, check
+from linbias._request import FLOATS, Described, Problem, Request, check
 from linbias.torch.impl import blocked, cpu, dense, sdpa, triton
 
 # In the order in which "auto" asks them. On the CPU, Triton's interpreter can run `triton`, for tests: that comes last.
@@ -69,7 +69,7 @@ def explain_choice(call: str) -> Choice:
         )
     B, H, T, S, D = map(int, match.groups()[:5])
     q, k = (Described((B, H, n, D), match[6]) for n in (T, S))
-    problem = check("doctor", q, k, k, gradients=match[7] is not None)
+    problem = check("doctor", Request(q=q, k=k, v=k), gradients=match[7] is not None)
     turn = asked_in_turn(problem)
     chosen = _dispatch.choose("attention", "auto", problem, turn)
     reasons: dict[str, str | None] = {}

@@ -12,10 +12,11 @@ from linbias import _request
 from linbias.kernels import core
 from linbias.kernels.core import FEW_QUERIES as FEW_QUERIES
 from linbias.torch.addresses import array
-from linbias.torch.call import check_slopes, pieces_here
+from linbias.torch.call import check_slopes
 from linbias.torch.impl import cpu
 from linbias.torch.operators.direct import unobserved
 from linbias.torch.operators.operator import Inputs
+from linbias.torch.share import share_here
 
 # What calls may lose unless they say otherwise.
 TOLERANCES = {getattr(torch, name): value for name, value in _request.TOLERANCE.items()}
@@ -59,7 +60,7 @@ def decode(
         or not _fit(q, k, v, keys, values, num_cached, key_bound, slopes)
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
-        or pieces_here() is not None
+        or share_here() is not None
         or not unobserved(q, k, v, keys, slopes)
     ):
         return None
@@ -68,10 +69,16 @@ def decode(
     keys, values = keys.narrow(2, 0, S), values.narrow(2, 0, S)
     if scale is None:
         scale = q.shape[3] ** -0.5
-    tolerance = TOLERANCES[q.dtype]
-    call, alive = cpu.describe_call(
-        Inputs(q, keys, values, slopes, None, None, None, key_bound, None, scale, 0.0, tolerance)
+    inputs = Inputs(
+        q=q,
+        k=keys,
+        v=values,
+        left=slopes,
+        key_bound=key_bound,
+        scale=scale,
+        tolerance=TOLERANCES[q.dtype],
     )
+    call, alive = cpu.describe_call(inputs)
     narrow = q.dtype == torch.bfloat16  # written in it at once
     out = (q if narrow else slopes).new_empty((*q.shape[:3], v.shape[3]))
     new = core.NewTokens(k=array(k, alive), v=array(v, alive), key_bound=key_bound.data_ptr())

@@ -39,7 +39,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _attention(operators: Operators, *arguments: Any) -> Any:
-    inputs = Inputs(*arguments)
+    inputs = Inputs._make(arguments)
     out, lse = dense.attention(inputs)
     assert lse is not None, "dense always gives it"
     results = operators.empty_results(inputs)
@@ -51,6 +51,6 @@ def _attention(operators: Operators, *arguments: Any) -> Any:
 
 
 def _attention_points(operators: PointOperators, *arguments: Any) -> Any:
-    inputs = PointInputs(*arguments)
+    inputs = PointInputs._make(arguments)
     out, lse = points_dense.attention(inputs)
     return operators.empty_results(inputs)._replace(out=out.to(lse.dtype), row_max=lse)

@@ -1,15 +1,40 @@
 """`attention` and `attention_weights`, the functions that a program calls."""
 
-from typing import Literal, Never, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
 from linbias import _request
-from linbias.torch import places
-from linbias.torch.call import Options, Slopes, pieces_here, prepare, refuse_pieces, run
+from linbias.torch import standing
+from linbias.torch.call import Slopes, prepare, run
 from linbias.torch.impl import dense
 from linbias.torch.operators.operator import without_autocast
 from linbias.torch.packed import nested
+from linbias.torch.share import refuse_share, share_here
+
+
+class Weighing(TypedDict, total=False):
+    """The keywords of `attention` that say what each key weighs."""
+
+    causal: bool
+    right_slopes: Slopes | None
+    scale: float | None
+    key_range: Tensor | None
+    query_start: Tensor | None
+    mask: Tensor | None
+    positions: Tensor | None
+    query_positions: Tensor | None
+
+
+class Options(Weighing, total=False):
+    """The keywords of `attention` that say what is computed."""
+
+    key_bound: Tensor | None
+    dropout: float
+    tolerance: float | None
+
+
+_OPTIONS = frozenset(Options.__annotations__)
 
 
 @overload
@@ -34,26 +59,16 @@ def attention(
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
+@_request.takes(Options)
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     slopes: Slopes | None = None,
     *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    scale: float | None = None,
-    key_range: Tensor | None = None,
-    query_start: Tensor | None = None,
-    mask: Tensor | None = None,
-    positions: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    key_bound: Tensor | None = None,
-    dropout: float = 0.0,
-    tolerance: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
-    **unknown: object,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention whose scores fall linearly with distance (ALiBi).
 
@@ -131,60 +146,23 @@ def attention(
 
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
-    if unknown:
-        _request.refuse_unknown("attention", unknown, attention)
+    if not _OPTIONS.issuperset(options):
+        _request.refuse_unknown("attention", options, attention)
     if nested.is_nested(q, k, v):
         return nested.attention(
-            q, k, v, slopes, causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start,
-            mask=mask, positions=positions, query_positions=query_positions, key_bound=key_bound, dropout=dropout, tolerance=tolerance,
-            implementation=implementation, return_lse=return_lse,
-        )  # fmt: skip
-    if (pieces := pieces_here()) is not None:
-        if positions is not None:
-            raise NotImplementedError(
-                "attention: positions are not built yet for a sequence in pieces on several processes"
-            )
-        piece: Tensor | tuple[Tensor, Tensor] = pieces(
-            q, k, v, slopes, causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start,
-            mask=mask, dropout=dropout, tolerance=tolerance, implementation=implementation, return_lse=return_lse,
-        )  # fmt: skip
-        return piece
-    inputs, problem = prepare(
-        "attention",
-        q,
-        k,
-        v,
-        slopes,
-        causal=causal,
-        right_slopes=right_slopes,
-        scale=scale,
-        key_range=key_range,
-        query_start=query_start,
-        mask=mask,
-        positions=positions,
-        query_positions=query_positions,
-        key_bound=key_bound,
-        dropout=dropout,
-        tolerance=tolerance,
-        lse=return_lse,
-    )
+            q, k, v, slopes, implementation=implementation, return_lse=return_lse, **options
+        )
+    if (shared := share_here()) is not None:
+        return shared(
+            q, k, v, slopes, implementation=implementation, return_lse=return_lse, **options
+        )
+    inputs, problem = prepare("attention", q, k, v, slopes, lse=return_lse, **options)
     return run(inputs, problem, implementation, return_lse)
 
 
+@_request.takes(Weighing)
 def attention_weights(
-    q: Tensor,
-    k: Tensor,
-    slopes: Slopes | None = None,
-    *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    scale: float | None = None,
-    key_range: Tensor | None = None,
-    query_start: Tensor | None = None,
-    mask: Tensor | None = None,
-    positions: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    **unknown: Never,
+    q: Tensor, k: Tensor, slopes: Slopes | None = None, **options: Unpack[Weighing]
 ) -> Tensor:
     """Compute the weights that `attention` gives to each key: softmax(score), the whole matrix, to look at.
 
@@ -206,25 +184,11 @@ def attention_weights(
         tensor([[[[1.0000, 0.0000],
                   [0.5000, 0.5000]]]])
     """
-    if unknown:
-        _request.refuse_unknown("attention_weights", unknown, attention_weights)
-    refuse_pieces("attention_weights")
-    inputs, problem = prepare(
-        "attention_weights",
-        q,
-        k,
-        k,
-        slopes,
-        causal=causal,
-        right_slopes=right_slopes,
-        scale=scale,
-        key_range=key_range,
-        query_start=query_start,
-        mask=mask,
-        positions=positions,
-        query_positions=query_positions,
-    )
+    if not options.keys() <= Weighing.__annotations__.keys():
+        _request.refuse_unknown("attention_weights", options, attention_weights)
+    refuse_share("attention_weights")
+    inputs, problem = prepare("attention_weights", q, k, k, slopes, **options)
     with without_autocast(inputs.q.device):
         if problem.query_positions:
-            inputs, _ = places.stand_near(inputs)
+            inputs, _ = standing.stand_near(inputs)
         return dense.attention_weights(inputs)[0]

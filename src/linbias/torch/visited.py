@@ -5,10 +5,11 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from linbias import _dispatch
-from linbias.torch import places
-from linbias.torch.call import Options, Slopes, prepare
+from linbias import _dispatch, _request
+from linbias.torch import standing
+from linbias.torch.call import Slopes, prepare
 from linbias.torch.choice import asked_in_turn
+from linbias.torch.functional import Options
 from linbias.torch.operators.operator import Inputs
 
 
@@ -28,6 +29,7 @@ class Visited(NamedTuple):
     work_kept: Tensor
 
 
+@_request.takes(Options)
 def visited(
     q: Tensor,
     k: Tensor,
@@ -55,11 +57,13 @@ def visited(
         >>> visited(q, k, v, [0.5, 0.0], implementation="blocked").work_kept[0, 1].item()
         1.0
     """
+    if not options.keys() <= Options.__annotations__.keys():
+        _request.refuse_unknown("visited", options, visited)
     inputs, problem = prepare("visited", q, k, v, slopes, **options)
     near_to_far = [module for module in asked_in_turn(problem) if hasattr(module, "operators")]
     chosen = _dispatch.choose("visited", implementation, problem, near_to_far)
     if problem.query_positions:
-        inputs, _ = places.stand_near(inputs)
+        inputs, _ = standing.stand_near(inputs)
     # Decoding keeps no account of what it reads: what will be differentiated is never decoded.
     counts = chosen.operators.forward(*inputs._replace(precise=True))[3]
     first, end, tile_rows = chosen.visited_keys(inputs, counts)

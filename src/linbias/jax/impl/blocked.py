@@ -21,7 +21,7 @@ from jax import Array, lax
 
 from linbias._dispatch import Abilities
 from linbias._request import Problem
-from linbias.jax import operator, places
+from linbias.jax import operator, standing
 from linbias.jax.dropout import keep_mask
 from linbias.jax.impl.certificate import Certificate
 from linbias.jax.impl.tiles import LEFT, RIGHT, Side, Tiles
@@ -83,7 +83,7 @@ class Head:
         if self.stands is None:
             return order, order.astype(self.q.dtype)
         xq, x = self.stands
-        apart = places.distance(xq, self.tiles.blocks(x, band))
+        apart = standing.distance(xq, self.tiles.blocks(x, band))
         padding = self.tiles.row_numbers()[..., None] < 0  # which stands nowhere
         return order, jnp.where(padding, 0, apart).astype(self.q.dtype)
 

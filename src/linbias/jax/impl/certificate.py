@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array, lax
 
-from linbias.jax import places
+from linbias.jax import standing
 from linbias.jax.impl.tiles import LEFT, Side, Tiles
 
 
@@ -119,7 +119,7 @@ class Certificate:
         else:
             xq, x = self.stands
             x = jnp.take_along_axis(x, padded[..., None], axis=1)[..., None, :]
-            distance = jnp.abs(places.distance(xq, x)[..., 0]).astype(lse.dtype)
+            distance = jnp.abs(standing.distance(xq, x)[..., 0]).astype(lse.dtype)
             log_sum = jnp.take_along_axis(sums, padded, axis=1)[..., None]
         tail = self.base + self.q_norm * radius - slope * distance * (1 - self.slack) + log_sum
         small = (tail <= self.log_share + lse) & (slope > 0)

@@ -10,7 +10,7 @@ from jax import Array
 
 from linbias._dispatch import Abilities
 from linbias._request import Problem
-from linbias.jax import places
+from linbias.jax import standing
 from linbias.jax.dropout import keep_mask
 from linbias.jax.operator import Inputs
 
@@ -90,7 +90,7 @@ def _order(inputs: Inputs) -> Array:
 def _distance(inputs: Inputs) -> Array:
     """[B, H, T, S], wide: how far each key lies back."""
     assert inputs.positions is not None and inputs.query_positions is not None
-    apart = places.distance(inputs.query_positions, inputs.positions)
+    apart = standing.distance(inputs.query_positions, inputs.positions)
     return apart.astype(inputs.left.dtype)
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from transformers import Cache
 
 from linbias.models.decoder.packing import Packing, find_packing
-from linbias.torch.call import pieces_here
+from linbias.torch.share import share_here
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def read_attention_mask(
     B, T = new_tokens.shape[:2]
     if not torch.compiler.is_compiling():
         num_cached = int(num_cached)
-    if (pieces := pieces_here()) is not None:
+    if (pieces := share_here()) is not None:
         pieces.expect(position_ids)
         position_ids = None
     is_token = _is_token(caller, attention_mask, B, num_cached + T, has_room)

@@ -26,8 +26,8 @@ from transformers import PreTrainedConfig
 from linbias.methods import METHODS
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights
-from linbias.torch.call import refuse_pieces
 from linbias.torch.constant import constant
+from linbias.torch.share import refuse_share
 
 
 class AttendOptions(NamedTuple):
@@ -82,7 +82,7 @@ class Position(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         """Return [B, H, T, D] for q [B, H, T, D] and k, v [B, G, S, D]."""
-        refuse_pieces(type(self).__name__)
+        refuse_share(type(self).__name__)
         T, S = q.shape[2], k.shape[2]
         grouped = q.shape[1] != k.shape[1]
         placed = options.key_range is not None or options.query_start is not None

@@ -12,8 +12,8 @@ from linbias.models.decoder.layout import TokenLayout
 from linbias.models.window_cache.certificate import Settings
 from linbias.models.window_cache.near_keys import NearKeys
 from linbias.models.window_cache.pool import CHUNK, Pool, Scores
-from linbias.torch.call import refuse_pieces
 from linbias.torch.decoding import TOLERANCES
+from linbias.torch.share import refuse_share
 
 
 class WindowLayer(NearKeys, AttendingLayer):
@@ -74,7 +74,7 @@ class WindowLayer(NearKeys, AttendingLayer):
         return torch.cat([self.read(q, k, v, scores, may_drop) for q, k, v in chunks], dim=2)
 
     def _check(self, q: Tensor, k: Tensor, layout: TokenLayout) -> None:
-        refuse_pieces("WindowCache")
+        refuse_share("WindowCache")
         if torch.compiler.is_compiling():
             raise ValueError(
                 "WindowCache: the model must not be compiled: what is kept depends on the keys' "

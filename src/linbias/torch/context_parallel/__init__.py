@@ -1,59 +1,71 @@
-"""Attention over a sequence that lies in pieces on several processes: a head fetches its window from the neighbours, and no more.
+"""Attention over a sequence that lies in shares on several processes: a head fetches its window from the neighbours, and no more.
 
-With linear biases a key weighs the less the farther away it is, so a process needs few keys of other pieces: those that the
+With linear biases a key weighs the less the farther away it is, so a process needs few keys of other shares: those that the
 certificate (`linbias.torch.impl.certificate`) cannot do without. A call is, on each process,
 
-    1. a gather of a few numbers of each piece: how long it is, and a ball that its keys lie in
+    1. a gather of a few numbers of each share: how long it is, and a ball that its keys lie in
     2. from these and from its own queries, how many keys beyond its edges each head needs; a gather of these numbers
     3. one exchange of exactly those keys and values, over as many neighbours as a window reaches
-    4. attention of its own queries over [halo, own piece, halo], by the kernels of `linbias.torch.attention`
+    4. attention of its own queries over [halo, own share, halo], by the kernels of `linbias.torch.attention`
 
 and backward one exchange of the gradients of what was fetched.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 from torch import Tensor
 
 from linbias import _request
-from linbias.torch.call import Slopes, put_in_place
+from linbias.torch.call import Slopes
 from linbias.torch.context_parallel.halo import Group, rank_and_size
-from linbias.torch.context_parallel.pieces import OUT_OF_ORDER, Piece
+from linbias.torch.context_parallel.shares import OUT_OF_ORDER, Share
+from linbias.torch.share import put_in_place
 
 _NAME = "context_parallel.attention"
 
 
+class Packed(TypedDict, total=False):
+    """The keywords of `linbias.torch.attention` that documents in shares have too."""
+
+    causal: bool
+    right_slopes: Slopes | None
+    scale: float | None
+    tolerance: float | None
+
+
+class Options(Packed, total=False):
+    """The keywords of `linbias.torch.attention` that a sequence in shares has too."""
+
+    key_range: Tensor | None
+    dropout: float
+
+
+@_request.takes(Options)
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     slopes: Slopes | None = None,
     *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    scale: float | None = None,
-    key_range: Tensor | None = None,
-    dropout: float = 0.0,
-    tolerance: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
     group: Group = None,
     halo: Literal["negotiate"] | int | Sequence[int] = "negotiate",
     lengths: Sequence[int] | None = None,
     check: bool = True,
-    **unknown: object,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run `linbias.torch.attention` on a sequence whose pieces lie on the processes of a group, in the order of their ranks.
+    """Run `linbias.torch.attention` on a sequence whose shares lie on the processes of a group, in the order of their ranks.
 
-    Each process gives its own piece, of any length, also 0, and gets the results of its own queries: those of the whole
+    Each process gives its own share, of any length, also 0, and gets the results of its own queries: those of the whole
     sequence, up to rounding and the tolerance. Differentiable in q, k, v and the slopes, whose gradients are those of the whole
     sequence on every process. A repeated call gives the same bits. Each query stands at the key of its own number.
 
     Args:
-        q: [B, H, n, D], the piece's n tokens; B, H, dtype and all options alike on all processes.
+        q: [B, H, n, D], the share's n tokens; B, H, dtype and all options alike on all processes.
         k: [B, G, n, D].
         v: [B, G, n, E].
         slopes, causal, right_slopes, scale, implementation, return_lse: As for `linbias.torch.attention`.
@@ -63,7 +75,7 @@ def attention(
         group: A process group, or a mesh of one dimension; None is the group of all processes.
         halo: "negotiate": as many keys as the certificate asks for. Numbers, one for all key/value heads or one for each:
             fetch so many from each open side, without waiting for other processes' numbers.
-        lengths: With numbers as halo, the lengths of all pieces; None: all are as long as this one.
+        lengths: With numbers as halo, the lengths of all shares; None: all are as long as this one.
         check: With numbers as halo, look afterwards whether they were enough.
 
     Returns:
@@ -87,18 +99,15 @@ def attention(
 
     Source: Press, Smith and Lewis, ICLR 2022, section 3, for the bias; the halo is this project's.
     """
-    if unknown:
-        _request.refuse_unknown(_NAME, unknown, attention)
-    piece = Piece(
-        q, k, v, slopes, right_slopes, group, causal=causal, scale=scale,
-        key_range=key_range, dropout=dropout, tolerance=tolerance,
-    )  # fmt: skip
-    out, lse = _run(piece, implementation, halo, lengths, check)
+    if not options.keys() <= Options.__annotations__.keys():
+        _request.refuse_unknown(_NAME, options, attention)
+    share = Share(q, k, v, slopes, group, **options)
+    out, lse = _run(share, implementation, halo, lengths, check)
     return (out, lse) if return_lse else out
 
 
 def _run(
-    piece: Piece,
+    share: Share,
     implementation: str,
     halo: str | int | Sequence[int],
     lengths: Sequence[int] | None,
@@ -107,15 +116,16 @@ def _run(
     if isinstance(halo, str):
         if halo != "negotiate":
             raise ValueError(f"{_NAME}: halo must be 'negotiate' or numbers, got {halo!r}")
-        table = piece.meet()
-        return piece.attend(piece.agree(table, piece.needs(table)), implementation)
-    plan = piece.given(halo, lengths)
-    out, lse = piece.attend(plan, implementation)
+        table = share.meet()
+        return share.attend(share.agree(table, share.needs(table)), implementation)
+    plan = share.given(halo, lengths)
+    out, lse = share.attend(plan, implementation)
     if check:
-        piece.refuse_too_few(plan, lse)
+        share.refuse_too_few(plan, lse)
     return out, lse
 
 
+@_request.takes(Packed)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -123,21 +133,17 @@ def attention_varlen(
     cu_seqlens: Tensor,
     slopes: Slopes | None = None,
     *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    scale: float | None = None,
-    tolerance: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
     group: Group = None,
-    **unknown: object,
+    **options: Unpack[Packed],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run `linbias.torch.attention_varlen` on documents packed end to end, cut into pieces anywhere, also within a document.
+    """Run `linbias.torch.attention_varlen` on documents packed end to end, cut into shares anywhere, also within a document.
 
-    Otherwise as `attention`, with halo="negotiate": only the documents at the edges of a piece fetch keys.
+    Otherwise as `attention`, with halo="negotiate": only the documents at the edges of a share fetch keys.
 
     Args:
-        q: [n, H, D], the piece's n tokens.
+        q: [n, H, D], the share's n tokens.
         k: [n, G, D].
         v: [n, G, E].
         cu_seqlens: [documents + 1], integers, alike on all processes: where documents begin and end in the whole
@@ -161,21 +167,25 @@ def attention_varlen(
         torch.Size([5, 2, 4])
         >>> dist.destroy_process_group()
     """
-    if unknown:
-        _request.refuse_unknown("context_parallel.attention_varlen", unknown, attention_varlen)
+    if not options.keys() <= Packed.__annotations__.keys():
+        _request.refuse_unknown(f"{_NAME}_varlen", options, attention_varlen)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
-            raise ValueError(f"{_NAME}_varlen: {name} must have 3 axes, n, heads, size, got {list(x.shape)}")  # fmt: skip
+            raise ValueError(
+                f"{_NAME}_varlen: {name} must have 3 axes, n, heads, size, got {list(x.shape)}"
+            )
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    piece = Piece(q, k, v, slopes, right_slopes, group, key_range=None, causal=causal, scale=scale, tolerance=tolerance)  # fmt: skip
-    piece.documents = cu_seqlens.cpu().numpy().astype(np.int64)
-    table = piece.meet()
-    total, edges = sum(table.lengths), piece.documents
-    if edges.ndim != 1 or not len(edges) or edges[0] != 0 or edges[-1] != total or (np.diff(edges) < 0).any():  # fmt: skip
+    share = Share(q, k, v, slopes, group, **options)
+    share.documents = cu_seqlens.cpu().numpy().astype(np.int64)
+    table = share.meet()
+    total, edges = sum(table.lengths), share.documents
+    row = edges.ndim == 1 and len(edges)
+    if not row or edges[0] != 0 or edges[-1] != total or (np.diff(edges) < 0).any():
         raise ValueError(
-            f"{_NAME}_varlen: cu_seqlens must start at 0, never fall and end at {total}, the tokens of all pieces, got {edges.tolist()}"
+            f"{_NAME}_varlen: cu_seqlens must start at 0, never fall and end at {total}, the tokens of all"
+            f" pieces, got {edges.tolist()}"
         )
-    out, lse = piece.attend_documents(piece.agree(table, piece.needs(table)), implementation)
+    out, lse = share.attend_documents(share.agree(table, share.needs(table)), implementation)
     return (out, lse) if return_lse else out
 
 
@@ -187,11 +197,11 @@ def use(
     lengths: Sequence[int] | None = None,
     check: bool = True,
 ) -> Iterator[None]:
-    """Within the block `linbias.torch.attention` takes what this thread gives it for a piece: whole models read pieces of a sequence.
+    """Within the block `linbias.torch.attention` takes what this thread gives it for a share: whole models read shares of a sequence.
 
-    A model that attends by that function, as those of `linbias.models`, is called on each process with its piece
+    A model that attends by that function, as those of `linbias.models`, is called on each process with its share
     (`context_parallel.shard(ids, dim=1)`) of the tokens, of the attention mask, and of labels that are already those of the
-    next tokens; without a cache. Gradients of weights and slopes are those of the own piece, to be added up over the
+    next tokens; without a cache. Gradients of weights and slopes are those of the own share, to be added up over the
     processes, as DistributedDataParallel and FSDP do. Where checkpoints of activations are recomputed, the block must hold
     backward as well.
 
@@ -214,23 +224,23 @@ def use(
         >>> dist.destroy_process_group()
     """
     rank_and_size(group)
-    piece = _InPieces(group, halo, lengths, check)
-    with put_in_place(piece):
+    shared = _InShares(group, halo, lengths, check)
+    with put_in_place(shared):
         yield
-    if not piece.num_calls:
+    if not shared.num_calls:
         raise RuntimeError(
             "context_parallel.use: linbias.torch.attention must run within the block, but nothing called it: the model attends in another "
             "way, on each process to its own piece alone (linbias.models.load gives models that call it)"
         )
 
 
-class _InPieces:
+class _InShares:
     """What `use` puts in the place of `linbias.torch.attention`."""
 
     def __init__(self, group: Group, *options: Any) -> None:
         self.group, self.options = group, options
         self.num_calls = 0
-        self.begins: int | None = None  # the number of the piece's first token, if it was told
+        self.begins: int | None = None  # the number of the share's first token, if it was told
 
     def __call__(
         self,
@@ -239,12 +249,18 @@ class _InPieces:
         v: Tensor,
         slopes: Slopes | None,
         *,
-        query_start: Tensor | None,
-        mask: Tensor | None,
         implementation: str,
         return_lse: bool,
-        **given: Any,
+        query_start: Tensor | None = None,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        key_bound: Tensor | None = None,
+        **options: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        if positions is not None:
+            raise NotImplementedError(
+                "attention: positions are not built yet for a sequence in pieces on several processes"
+            )
         self.num_calls += 1
         if mask is not None:
             raise ValueError(
@@ -255,13 +271,13 @@ class _InPieces:
                 "context_parallel.use: queries and keys must be those of one piece, so that there is no cache (use_cache=False), got "
                 f"{q.shape[2]} queries and {k.shape[2]} keys"
             )
-        piece = Piece(q, k, v, slopes, given.pop("right_slopes"), self.group, **given)
-        piece.within, piece.begins = True, self.begins
-        out, lse = _run(piece, implementation, *self.options)
+        share = Share(q, k, v, slopes, self.group, **options)
+        share.within, share.begins = True, self.begins
+        out, lse = _run(share, implementation, *self.options)
         return (out, lse) if return_lse else out
 
     def expect(self, position_ids: Tensor | None) -> None:
-        """Take the numbers of a piece's tokens, which must follow each other: all processes hear of it if they do not."""
+        """Take the numbers of a share's tokens, which must follow each other: all processes hear of it if they do not."""
         self.begins = None
         if position_ids is not None and position_ids.numel():
             in_order = bool((position_ids.diff(dim=-1) == 1).all())
@@ -269,7 +285,7 @@ class _InPieces:
 
 
 def shard(x: Tensor, dim: int, group: Group = None) -> Tensor:
-    """This process's piece of a tensor that all processes have: contiguous, and as long as the others' or one longer.
+    """This process's share of a tensor that all processes have: contiguous, and as long as the others' or one longer.
 
     Args:
         x: Any shape.

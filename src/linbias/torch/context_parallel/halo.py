@@ -1,4 +1,4 @@
-"""Who fetches which keys of a sequence in pieces, and the exchange of exactly those keys, and of their gradients back."""
+"""Who fetches which keys of a sequence in shares, and the exchange of exactly those keys, and of their gradients back."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ LEFT, RIGHT = 0, 1
 
 @dataclass(frozen=True)
 class Part:
-    """Some keys of one head: `count` of them, from `at` on in the owner's piece and from `into` on in the reader's halo."""
+    """Some keys of one head: `count` of them, from `at` on in the owner's share and from `into` on in the reader's halo."""
 
     side: int
     head: int
@@ -31,7 +31,7 @@ class Plan:
 
     Attributes:
         rank: Of this process.
-        lengths: [ranks], of the pieces.
+        lengths: [ranks], of the shares.
         counts: [ranks][2][G], keys that each fetches from beyond its left and its right edge.
         seed: Of dropout, rank 0's.
     """
@@ -119,7 +119,7 @@ def _exchange(
     halos: Sequence[tuple[Tensor, Tensor]],
     back: bool,
 ) -> None:
-    """Fill the halos from the owners' pieces; or, back, add what the halos hold to the owners' pieces, in a fixed order."""
+    """Fill the halos from the owners' shares; or, back, add what the halos hold to the owners' shares, in a fixed order."""
     left_width = plan.widths()[LEFT]
     others = [rank for rank in range(len(plan.lengths)) if rank != plan.rank]
 
@@ -129,16 +129,16 @@ def _exchange(
         rows = slice(part.into + shift, part.into + shift + part.count)
         return [x[:, part.head, rows] for x in halos[part.side]]
 
-    def in_piece(part: Part) -> list[Tensor]:
+    def in_share(part: Part) -> list[Tensor]:
         return [x[:, part.head, part.at : part.at + part.count] for x in own]
 
     fetched = {rank: plan.parts(plan.rank, rank) for rank in others}
     lent = {rank: plan.parts(rank, plan.rank) for rank in others}
     views = {
         "halo": {rank: [x for part in fetched[rank] for x in in_halo(part)] for rank in others},
-        "piece": {rank: [x for part in lent[rank] for x in in_piece(part)] for rank in others},
+        "share": {rank: [x for part in lent[rank] for x in in_share(part)] for rank in others},
     }
-    sources, targets = ("halo", "piece") if back else ("piece", "halo")
+    sources, targets = ("halo", "share") if back else ("share", "halo")
     ranks = range(len(plan.lengths))
     outgoing = [x.reshape(-1) for rank in others for x in views[sources][rank]]
     sent = torch.cat(outgoing) if outgoing else own[0].new_empty(0)

@@ -10,6 +10,7 @@ The operators' schemas are made from the annotations of `Inputs` and `Results`: 
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, get_type_hints
 
 import torch
@@ -29,21 +30,21 @@ class Inputs(NamedTuple):
     k: Tensor  # [B, G, S, D]
     v: Tensor  # [B, G, S, E]
     left: Tensor  # [H] or [B, H], wide
-    right: Tensor | None  # likewise; None: causal
-    key_range: Tensor | None  # [B, G, 2]; None: all keys
-    query_start: Tensor | None  # [B], the position of query 0; None: S - T
-    key_bound: Tensor | None  # [B, G]; only forward may use it
-    seed: Tensor | None  # [] or [3], as of `dropout.keep_mask`; None: no dropout
-    scale: float
-    dropout: float
-    tolerance: float
-    precise: bool = False  # the result will be differentiated: q, k, v or the slopes ask for it
-    slope_gradients: bool = False  # backward: those of left and right are asked for
+    right: Tensor | None = None  # likewise; None: causal
+    key_range: Tensor | None = None  # [B, G, 2]; None: all keys
+    query_start: Tensor | None = None  # [B], the position of query 0; None: S - T
+    key_bound: Tensor | None = None  # [B, G]; only forward may use it
+    seed: Tensor | None = None  # [] or [3], as of `dropout.keep_mask`; None: no dropout
     # [B or 1, H or 1, T or 1, S or 1], bool, or numbers added to the scores; near-to-far implementations are given none.
     mask: Tensor | None = None
     # [B, 1 or H, S], float32, float64 or integers, 0 outside the range of keys; None: key s at s
     positions: Tensor | None = None
     query_positions: Tensor | None = None  # [B, 1 or H, T], likewise; None with positions only
+    scale: float = 1.0
+    dropout: float = 0.0
+    tolerance: float = 0.0
+    precise: bool = False  # the result will be differentiated: q, k, v or the slopes ask for it
+    slope_gradients: bool = False  # backward: those of left and right are asked for
 
 
 class Results(NamedTuple):
@@ -142,9 +143,9 @@ class Operators:
             mutates_args=(),
             schema=f"(Tensor dout, Tensor dlse, {parameters(Results)}, {parameters(Inputs)}) -> {returns(Gradients)}",
         )
-        self.forward.register_fake(lambda *arguments: self.empty_results(Inputs(*arguments)))
+        self.forward.register_fake(lambda *arguments: self.empty_results(Inputs._make(arguments)))
         self.backward.register_fake(
-            lambda *arguments: self.empty_gradients(Inputs(*arguments[-len(Inputs._fields) :]))
+            lambda _dout, _dlse, *arguments: self.empty_gradients(_records(arguments)[1])
         )
         self.forward.register_autograd(
             functools.partial(self._differentiate, self.backward), setup_context=_save_operator
@@ -166,23 +167,23 @@ class Operators:
 
     def attention(self, inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
         """Run a call by the shortest way on which all that looks on still sees it: out [B, H, T, E] in q's dtype, lse."""
-        arrays: tuple[Any, ...] = inputs[:_SCALE] + inputs[_MASK:]
+        arrays: tuple[Any, ...] = inputs[:_NUM_ARRAYS]
         if unobserved(*arrays):
             if inputs.precise:
-                found = _Direct.apply(*inputs[:5], *inputs[_PLACES:], self, inputs, with_lse)
-                return found if with_lse else (found, None)
+                result = _Direct.apply(*_differentiable_of(inputs), self, inputs, with_lse)
+                return result if with_lse else (result, None)
             results = self.run_forward(inputs)
         elif not transforms.active():
             if not torch.compiler.is_compiling():
                 flops.tell_counter(self.forward, self.backward, len(Results._fields))
-            results = Results(*self.forward(*inputs))
+            results = Results._make(self.forward(*inputs))
         elif not torch.compiler.is_compiling():
             # Under nested transforms a tensor does not say what is asked of those that it wraps.
-            results = Results(*self._forward_once(*inputs._replace(precise=True)))
+            results = Results._make(self._forward_once(*inputs._replace(precise=True)))
         else:
             if transforms.forward_mode():  # the compiler would take the tangents for zero
                 self._refuse_forward_mode()
-            results = Results(*self.forward(*inputs))
+            results = Results._make(self.forward(*inputs))
         return _as_dtype(results.out, inputs.q.dtype), self.lse_of(results) if with_lse else None
 
     def run_forward(self, inputs: Inputs) -> Results:
@@ -214,13 +215,13 @@ class Operators:
         placed = inputs.positions is not None
         num_keys, num_queries = (k.shape[2], q.shape[2]) if placed else (0, 0)
         return Gradients(
-            torch.empty_like(q, memory_format=rows_first),
-            torch.empty_like(k, memory_format=rows_first),
-            torch.empty_like(v, memory_format=rows_first),
-            left.new_empty(q.shape[:2]) if slopes else None,
-            left.new_empty(q.shape[:2]) if slopes else None,
-            left.new_empty((*q.shape[:2], num_keys)) if places else None,
-            left.new_empty((*q.shape[:2], num_queries)) if places else None,
+            dq=torch.empty_like(q, memory_format=rows_first),
+            dk=torch.empty_like(k, memory_format=rows_first),
+            dv=torch.empty_like(v, memory_format=rows_first),
+            dleft=left.new_empty(q.shape[:2]) if slopes else None,
+            dright=left.new_empty(q.shape[:2]) if slopes else None,
+            dpositions=left.new_empty((*q.shape[:2], num_keys)) if places else None,
+            dquery_positions=left.new_empty((*q.shape[:2], num_queries)) if places else None,
         )
 
     def empty_results(self, inputs: Inputs) -> Results:
@@ -233,18 +234,18 @@ class Operators:
         rows = left.new_empty((B, H, T))
         device = q.device if self._visited_on_device else _CPU
         return Results(
-            out_like.new_empty((B, H, T, v.shape[3])),
-            rows,
-            torch.empty_like(rows),
-            torch.zeros((B, H, num_tiles, 2), dtype=torch.int32, device=device),
+            out=out_like.new_empty((B, H, T, v.shape[3])),
+            row_max=rows,
+            log_sum=torch.empty_like(rows),
+            visited=torch.zeros((B, H, num_tiles, 2), dtype=torch.int32, device=device),
         )
 
     def _operate(self, *arguments: Any) -> Results:
         with without_autocast(arguments[0].device):
-            return self.run_forward(Inputs(*arguments))
+            return self.run_forward(Inputs._make(arguments))
 
     def _operate_backward(self, dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
-        saved, inputs = Results(*arguments[:4]), Inputs(*arguments[4:])
+        saved, inputs = _records(arguments)
         return self.run_backward(dout, dlse, saved, inputs, self.empty_gradients(inputs))
 
     def _differentiate(
@@ -257,8 +258,9 @@ class Operators:
         _dvisited: Tensor,
     ) -> tuple[Tensor | None, ...]:
         inputs, results = _saved(ctx)
-        found = _for_arguments(inputs, backward(dout, dlog_sum, *results, *inputs))
-        return *found[:-2], *[None] * (len(Inputs._fields) - len(found)), *found[-2:]
+        gradients = _for_arguments(inputs, backward(dout, dlog_sum, *results, *inputs))
+        of = dict(zip(DIFFERENTIABLE, gradients, strict=True))
+        return tuple(of.get(name) for name in Inputs._fields)
 
     def _refuse(self, *_: Any) -> Any:
         raise NotImplementedError(
@@ -275,24 +277,15 @@ class _Direct(torch.autograd.Function):
     """Attention with its derivative and without its operators."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        left: Tensor,
-        right: Tensor | None,
-        positions: Tensor | None,
-        query_positions: Tensor | None,
-        operators: Operators,
-        inputs: Inputs,
-        with_lse: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        # `inputs` holds the seven, too, which are arguments for autograd to see.
+    def forward(ctx: Any, *given: Any) -> Tensor | tuple[Tensor, Tensor]:
+        # `inputs` holds those before, too, which are arguments for autograd to see.
+        operators: Operators
+        inputs: Inputs
+        *_differentiable, operators, inputs, with_lse = given
         results = operators.run_forward(inputs)
         _save(ctx, inputs, results)
         ctx.operators = operators
-        out = _as_dtype(results.out, q.dtype)
+        out = _as_dtype(results.out, inputs.q.dtype)
         return (out, operators.lse_of(results)) if with_lse else out
 
     @staticmethod
@@ -306,7 +299,7 @@ class _Direct(torch.autograd.Function):
                 dlog_sum = torch.zeros_like(results.log_sum)
             gradients = operators.backward(dout, dlog_sum, *results, *inputs)
         else:
-            places = any(ctx.needs_input_grad[5:7])
+            places = any(ctx.needs_input_grad[_POSITIONS : len(DIFFERENTIABLE)])
             gradients = operators.empty_gradients(inputs, inputs.slope_gradients, places)
             operators.run_backward(dout, dlog_sum, results, inputs, gradients)
         return *_for_arguments(inputs, gradients), None, None, None
@@ -317,8 +310,8 @@ def _as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    ctx.numbers = inputs[_SCALE:_MASK]
-    ctx.save_for_backward(*inputs[:_SCALE], *inputs[_MASK:], *output)
+    ctx.numbers = inputs[_NUM_ARRAYS:]
+    ctx.save_for_backward(*inputs[:_NUM_ARRAYS], *output)
 
 
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -333,15 +326,20 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 def _saved(ctx: Any) -> tuple[Inputs, Results]:
     # Read once: activation checkpointing recomputes them at the first touch.
     tensors = ctx.saved_tensors
-    rest = _SCALE + len(Inputs._fields) - _MASK
-    inputs = Inputs(*tensors[:_SCALE], *ctx.numbers, *tensors[_SCALE:rest])
+    inputs = Inputs._make((*tensors[:_NUM_ARRAYS], *ctx.numbers))
     if ctx.needs_input_grad[_LEFT] or ctx.needs_input_grad[_RIGHT]:
         inputs = inputs._replace(slope_gradients=True)
-    return inputs, Results(*tensors[rest:])
+    return inputs, Results._make(tensors[_NUM_ARRAYS:])
+
+
+def _records(arguments: Sequence[Any]) -> tuple[Results, Inputs]:
+    """Of an operator's arguments, whose schema was made of the fields of both."""
+    saved = len(Results._fields)
+    return Results._make(arguments[:saved]), Inputs._make(arguments[saved:])
 
 
 def _for_arguments(inputs: Inputs, gradients: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """Those of q, k, v, the slopes and the positions, in the shapes in which these were given."""
+    """Those of `DIFFERENTIABLE`, in the shapes in which these were given."""
     dq, dk, dv, dleft, dright, *of_places = gradients
     sides: list[Tensor | None] = [None, None]
     if inputs.slope_gradients:
@@ -350,7 +348,8 @@ def _for_arguments(inputs: Inputs, gradients: Sequence[Any]) -> tuple[Tensor | N
                 total = d if slope.dim() == 2 else d.sum(0)
                 sides[side] = total.masked_fill(slope == torch.inf, 0.0)
     places: list[Tensor | None] = [None, None]
-    for i, (place, d) in enumerate(zip(inputs[_PLACES:], of_places, strict=True)):
+    given = inputs.positions, inputs.query_positions
+    for i, (place, d) in enumerate(zip(given, of_places, strict=True)):
         if isinstance(place, Tensor) and place.is_floating_point() and d is not None:
             places[i] = d.sum_to_size(place.shape).to(place.dtype)
     return dq, dk, dv, *sides, *places
@@ -382,6 +381,8 @@ def returns(record: type[Any]) -> str:
     return f"({', '.join('Tensor' for _ in record._fields)})"
 
 
-_LEFT, _RIGHT = (Inputs._fields.index(side) for side in ("left", "right"))
-# Arrays come first, then numbers, then arrays again, of which the places are differentiated.
-_SCALE, _MASK, _PLACES = map(Inputs._fields.index, ("scale", "mask", "positions"))
+DIFFERENTIABLE = ("q", "k", "v", "left", "right", "positions", "query_positions")
+_differentiable_of = attrgetter(*DIFFERENTIABLE)
+_NUM_ARRAYS = Inputs._fields.index("scale")
+# The slopes have the same places among the fields of `Inputs` as among what autograd sees of a direct call.
+_LEFT, _RIGHT, _POSITIONS = map(DIFFERENTIABLE.index, ("left", "right", "positions"))

@@ -24,13 +24,13 @@ def attention(
     if key_starts is not value_starts and not torch.equal(key_starts, value_starts):
         raise ValueError("attention: k and v are nested tensors whose sequences differ in length")
     for name in ("mask", "key_bound", "positions", "query_positions"):
-        if options.pop(name) is not None:
+        if options.pop(name, None) is not None:
             raise ValueError(f"attention: {name} cannot be given with nested tensors")
-    found = attention_varlen(
+    results = attention_varlen(
         rows, keys, values, starts, key_starts, *arguments, return_lse=True, **options
     )
     out, lse = (
-        torch.nested.nested_tensor_from_jagged(x, offsets=starts).transpose(1, 2) for x in found
+        torch.nested.nested_tensor_from_jagged(x, offsets=starts).transpose(1, 2) for x in results
     )
     return (out, lse) if return_lse else out
 

@@ -21,16 +21,16 @@ class Packed(NamedTuple):
     v: Tensor  # [total_k, G, E]
     left: Tensor | None  # [H] or [B, H]; None: the paper's
     right: Tensor | None
-    seed: Tensor | None  # of dropout; None: drawn from PyTorch's generator as it stands
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    key_range: Tensor | None
-    query_start: Tensor | None
-    causal: bool
-    scale: float | None
-    dropout: float
-    tolerance: float | None
-    implementation: str
+    seed: Tensor | None = None  # of dropout; None: drawn from PyTorch's generator as it stands
+    key_range: Tensor | None = None
+    query_start: Tensor | None = None
+    causal: bool = True
+    scale: float | None = None
+    dropout: float = 0.0
+    tolerance: float | None = None
+    implementation: str = "auto"
 
 
 class Results(NamedTuple):
@@ -69,24 +69,23 @@ def define(run: Run) -> Callable[..., Any]:
 
     def compute(*arguments: Any) -> Results:
         with torch.no_grad():
-            return seeded(Packed(*arguments))
+            return seeded(Packed._make(arguments))
 
     def compute_gradients(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
         with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
             leaves = [
                 None if x is None else x.detach().requires_grad_() for x in arguments[:_NUM_LEAVES]
             ]
-            together: tuple[Any, ...] = *leaves, *arguments[_NUM_LEAVES:]
-            results = seeded(Packed(*together))
+            results = seeded(Packed._make((*leaves, *arguments[_NUM_LEAVES:])))
             given = [leaf for leaf in leaves if leaf is not None]
             # Where nothing is packed there is nothing to differentiate.
-            found = iter(
+            gradients = iter(
                 torch.autograd.grad(results, given, (dout, dlse), materialize_grads=True)
                 if results.out.requires_grad
                 else [torch.zeros_like(leaf) for leaf in given]
             )
-            return Gradients(
-                *(dout.new_zeros(0) if x is None else next(found).contiguous() for x in leaves)
+            return Gradients._make(
+                dout.new_zeros(0) if x is None else next(gradients).contiguous() for x in leaves
             )
 
     forward = torch.library.custom_op(
@@ -105,16 +104,15 @@ def define(run: Run) -> Callable[..., Any]:
     def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Results:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         return Results(
-            q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2], dtype=wide)
+            out=q.new_empty((*q.shape[:2], v.shape[2])),
+            lse=q.new_empty(q.shape[:2], dtype=wide),
         )
 
     def fake_backward(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
         rows_first = torch.contiguous_format
-        return Gradients(
-            *(
-                dout.new_empty(0) if x is None else torch.empty_like(x, memory_format=rows_first)
-                for x in arguments[:_NUM_LEAVES]
-            )
+        return Gradients._make(
+            dout.new_empty(0) if x is None else torch.empty_like(x, memory_format=rows_first)
+            for x in arguments[:_NUM_LEAVES]
         )
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

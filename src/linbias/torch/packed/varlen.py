@@ -1,30 +1,35 @@
 """`attention_varlen`: packed sequences, put into batches of about the same length."""
 
 from collections import defaultdict
-from typing import Never
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from linbias import _request
-from linbias.torch.call import (
-    Slopes,
-    as_slopes,
-    autocast,
-    describe,
-    last_end,
-    prepare,
-    refuse_pieces,
-    run,
-)
+from linbias.torch.call import Slopes, as_slopes, autocast, describe, last_end, prepare, run
 from linbias.torch.dropout import draw_seed
 from linbias.torch.packed import sequences as packed
+from linbias.torch.share import refuse_share
 
 # Lengths up to the same multiple of it share a batch. The padding costs half of it per sequence on average; a batch
 # of its own costs a call, as much as a sequence of about 100 tokens.
 _GRAIN = 64
 
 
+class Options(TypedDict, total=False):
+    """The keywords of `attention` that packed sequences have too."""
+
+    causal: bool
+    right_slopes: Slopes | None
+    scale: float | None
+    key_range: Tensor | None
+    query_start: Tensor | None
+    dropout: float
+    tolerance: float | None
+
+
+@_request.takes(Options)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -33,16 +38,9 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     slopes: Slopes | None = None,
     *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    scale: float | None = None,
-    key_range: Tensor | None = None,
-    query_start: Tensor | None = None,
-    dropout: float = 0.0,
-    tolerance: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
-    **unknown: Never,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run `attention` on B sequences packed end to end; none sees another.
 
@@ -71,9 +69,9 @@ def attention_varlen(
         >>> attention_varlen(q, k, v, lengths, lengths).shape
         torch.Size([5, 2, 4])
     """
-    if unknown:
-        _request.refuse_unknown("attention_varlen", unknown, attention_varlen)
-    refuse_pieces("attention_varlen")
+    if not options.keys() <= Options.__annotations__.keys():
+        _request.refuse_unknown("attention_varlen", options, attention_varlen)
+    refuse_share("attention_varlen")
     for name, array in (("q", q), ("k", k), ("v", v)):
         shape = describe(name, array, "attention_varlen").shape
         if len(shape) != 3:
@@ -81,17 +79,28 @@ def attention_varlen(
                 f"attention_varlen: {name} must have 3 axes, total, heads, size, got {list(shape)}"
             )
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    given: dict[str, Any] = {**options}
     left, right = (
         None if slope is None else as_slopes("attention_varlen", name, slope, wide, q.device)
-        for name, slope in (("slopes", slopes), ("right_slopes", right_slopes))
+        for name, slope in (
+            ("slopes", slopes),
+            ("right_slopes", given.pop("right_slopes", None)),
+        )
     )
     call = packed.Packed(
-        q, k, v, left, right, None, cu_seqlens_q, cu_seqlens_k, key_range, query_start,
-        causal, scale, dropout, tolerance, implementation,
-    )  # fmt: skip
+        q=q,
+        k=k,
+        v=v,
+        left=left,
+        right=right,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        implementation=implementation,
+        **given,
+    )
     if torch.compiler.is_compiling():
         q, k, v = autocast(q, k, v)
-        seed = draw_seed(q.device) if dropout else None
+        seed = draw_seed(q.device) if call.dropout else None
         out, lse = _operator(*call._replace(q=q, k=k, v=v, seed=seed))
     else:
         out, lse = _run(call)
@@ -151,7 +160,7 @@ def _run(call: packed.Packed) -> packed.Results:
         lses.append(lse.transpose(1, 2)[chosen])
         order.append(rows[real])
     back = torch.cat(order).argsort().to(q.device)
-    return packed.Results(torch.cat(outs)[back], torch.cat(lses)[back])
+    return packed.Results(out=torch.cat(outs)[back], lse=torch.cat(lses)[back])
 
 
 _operator = packed.define(_run)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from linbias import _dispatch, _request
+from linbias._request import Request
 from linbias.torch.addresses import without_lost_threads
-from linbias.torch.call import Slopes, as_slopes, autocast, describe, refuse_pieces
+from linbias.torch.call import Slopes, as_slopes, autocast, describe
 from linbias.torch.constant import default_slopes
 from linbias.torch.operators import transforms
 from linbias.torch.operators.operator import without_autocast
@@ -17,6 +18,7 @@ from linbias.torch.points import blocked as points_blocked
 from linbias.torch.points import cpu as points_cpu
 from linbias.torch.points import dense as points_dense
 from linbias.torch.points.geometry import PointInputs
+from linbias.torch.share import refuse_share
 
 Points = Tensor | np.ndarray[Any, Any] | list[list[float]]
 
@@ -122,7 +124,7 @@ def attention_points(
     function = "attention_points"
     if unknown:
         _request.refuse_unknown(function, unknown, attention_points)
-    refuse_pieces(function)
+    refuse_share(function)
     compiles = torch.compiler.is_compiling()  # which knows nothing of processes
     with contextlib.nullcontext() if compiles else without_lost_threads():
         inputs, problem = _prepare(
@@ -153,16 +155,13 @@ def _prepare(
     q, k, v = autocast(*arrays)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     slope = None if slopes is None else as_slopes(function, "slopes", slopes, wide, q.device)
-    described = [
-        None if x is None else describe(name, x, function)
-        for name, x in (("q", q), ("k", k), ("v", v), ("slopes", slope))
-    ]
+    given = {"q": q, "k": k, "v": v, "slopes": slope}
+    described: Any = {
+        name: describe(name, x, function) for name, x in given.items() if x is not None
+    }
     problem = _request.check(
         function,
-        *described,  # type: ignore[arg-type]
-        causal=False,
-        scale=scale,
-        tolerance=tolerance,
+        Request(**described, causal=False, scale=scale, tolerance=tolerance),
         gradients=torch.is_grad_enabled(),
         transformed=transforms.active(),
     )
@@ -179,10 +178,18 @@ def _prepare(
         _check_values(function, slope, place, first)
     slope = default_slopes(H, wide, q.device) if slope is None else slope
     place = place.to(q.device, torch.float32 if q.device.type == "mps" else torch.float64)
-    return PointInputs(
-        *(q, k, v, slope.expand(B, H), place if place.dim() == 3 else place[None]),
-        *(metric == "manhattan", first, problem.scale, problem.tolerance),
-    ), problem
+    inputs = PointInputs(
+        q=q,
+        k=k,
+        v=v,
+        slopes=slope.expand(B, H),
+        points=place if place.dim() == 3 else place[None],
+        manhattan=metric == "manhattan",
+        global_tokens=first,
+        scale=problem.scale,
+        tolerance=problem.tolerance,
+    )
+    return inputs, problem
 
 
 def _as_points(function: str, points: Points) -> Tensor:

@@ -24,7 +24,10 @@ class Results(NamedTuple):
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # of q, k and v in their dtype, and of slopes
 
-_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor slopes, Tensor points, bool manhattan, SymInt global_tokens, float scale, float tolerance"
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor slopes, Tensor points, bool manhattan,"
+    " SymInt global_tokens, float scale, float tolerance"
+)
 
 
 class PointOperators:
@@ -49,7 +52,7 @@ class PointOperators:
         self._find_gradients = find_gradients
         self.forward = torch.library.custom_op(
             f"linbias::points_{name}_forward",
-            lambda *arguments: self.run(PointInputs(*arguments)),
+            lambda *arguments: self.run(PointInputs._make(arguments)),
             mutates_args=(),
             schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
         )
@@ -60,7 +63,9 @@ class PointOperators:
             schema="(Tensor dout, Tensor dlse, Tensor out, Tensor row_max, Tensor log_sum, Tensor visited, "
             f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
         )
-        self.forward.register_fake(lambda *arguments: self.empty_results(PointInputs(*arguments)))
+        self.forward.register_fake(
+            lambda *arguments: self.empty_results(PointInputs._make(arguments))
+        )
         self._backward.register_fake(_empty_gradients)
         self.forward.register_autograd(self._differentiate, setup_context=_save)
         self._backward.register_autograd(self._refuse)
@@ -79,10 +84,11 @@ class PointOperators:
         (B, H, N, _), E, slopes = inputs.q.shape, inputs.v.shape[3], inputs.slopes
         rows = slopes.new_zeros(B, H, N)
         visited = torch.zeros(B, H, self._num_tiles(inputs), dtype=torch.int32)
-        return Results(slopes.new_zeros(B, H, N, E), rows, torch.zeros_like(rows), visited)
+        out = slopes.new_zeros(B, H, N, E)
+        return Results(out=out, row_max=rows, log_sum=torch.zeros_like(rows), visited=visited)
 
     def _operate_backward(self, dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
-        saved, inputs = Results(*arguments[:4]), PointInputs(*arguments[4:])
+        saved, inputs = Results._make(arguments[:4]), PointInputs._make(arguments[4:])
         with without_lost_threads():
             return self._find_gradients(inputs, dout, dlse, saved)
 
@@ -90,8 +96,8 @@ class PointOperators:
         self, ctx: Any, dout: Tensor, _drow_max: Tensor, dlog_sum: Tensor, _dvisited: Tensor
     ) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        found = self._backward(dout, dlog_sum, *saved[5:], *saved[:5], *ctx.numbers)
-        return *found, *[None] * 5
+        gradients = self._backward(dout, dlog_sum, *saved[5:], *saved[:5], *ctx.numbers)
+        return *gradients, *[None] * 5
 
     def _refuse(self, *_: Any) -> Any:
         raise NotImplementedError(
@@ -100,7 +106,7 @@ class PointOperators:
 
 
 def _empty_gradients(*arguments: Any) -> Gradients:
-    inputs = PointInputs(*arguments[6:])
+    inputs = PointInputs._make(arguments[6:])
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
     return dq, dk, dv, torch.empty_like(inputs.slopes)
 

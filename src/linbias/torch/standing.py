@@ -3,23 +3,22 @@
 import torch
 from torch import Tensor
 
-from linbias._request import Problem
+from linbias._request import Problem, Request
 from linbias.torch.operators.operator import Inputs
 
 
 def stand(
-    problem: Problem,
-    positions: Tensor,
-    query_positions: Tensor | None,
-    key_range: Tensor | None,
-    query_start: Tensor | None,
+    request: Request[Tensor], problem: Problem, query_start: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Where keys [B, 1 or H, S] and queries [B, 1 or H, T] stand: of what is outside the range, nothing is used."""
+    positions, query_positions = request.positions, request.query_positions
+    assert positions is not None
     T, S = problem.T, problem.S
     x = _of_rows(positions, problem.B)
     xq = None if query_positions is None else _of_rows(query_positions, problem.B)
     start = S - T if query_start is None else query_start[:, None, None]
     place = torch.arange(T, device=x.device) + start
+    key_range = request.key_range
     if key_range is not None:
         per_head = key_range.dim() == 3
         group = problem.H // max(1, problem.G)

@@ -1,4 +1,4 @@
-"""A process's piece of a sequence: what it tells the others, how many of their keys it needs, and attention over them.
+"""A process's share of a sequence: what it tells the others, how many of their keys it needs, and attention over them.
 
 `linbias.torch.context_parallel` is what programs call, and tells the steps.
 """
@@ -32,12 +32,12 @@ from linbias.torch.packed.varlen import attention_varlen as _attention_varlen
 _NAME = "context_parallel.attention"
 _BLOCK = 64  # queries that are compared with the keys around them for a first idea of their sums
 _ROWS = 1 << 14  # queries that are asked at once what they need
-OUT_OF_ORDER = -2  # the number of a first token, where those of a piece do not follow each other
+OUT_OF_ORDER = -2  # the number of a first token, where those of a share do not follow each other
 
 
 @dataclass(frozen=True)
 class Table:
-    """What the first gather tells of all pieces: lengths, rank 0's seed of dropout, and balls that keys lie in.
+    """What the first gather tells of all shares: lengths, rank 0's seed of dropout, and balls that keys lie in.
 
     Attributes:
         centers: [ranks, G, D], float64.
@@ -50,7 +50,7 @@ class Table:
     radii: Tensor
 
     def ball(self, ranks: range) -> tuple[Tensor, Tensor]:
-        """Center [G, D] and radius [G] of a ball around the keys of some pieces."""
+        """Center [G, D] and radius [G] of a ball around the keys of some shares."""
         some = [rank for rank in ranks if self.lengths[rank]]
         centers = self.centers[some]
         center = centers.mean(0)
@@ -58,12 +58,12 @@ class Table:
         return center, radius
 
 
-class Piece:
+class Share:
     """A process's arguments, checked, and what the processes tell each other before and after they exchange keys.
 
     Attributes:
-        within: Whether a model runs on pieces (`use`): key_range counts within the piece, and gradients of slopes
-            are those of the piece.
+        within: Whether a model runs on shares (`use`): key_range counts within the share, and gradients of slopes
+            are those of the share.
         begins: The number that the first token must have; None for any.
         documents: [documents + 1], where documents begin and end in the whole sequence, none of which sees another;
             None for one.
@@ -79,13 +79,13 @@ class Piece:
         k: Tensor,
         v: Tensor,
         slopes: Slopes | None,
-        right_slopes: Slopes | None,
         group: Group,
         *,
-        key_range: Tensor | None,
+        right_slopes: Slopes | None = None,
+        key_range: Tensor | None = None,
         **options: Any,
     ) -> None:
-        self.group, self.options = group, options
+        self.group = group
         self.rank, self.size = rank_and_size(group)
         self.q, self.k, self.v = q, k, v = autocast(q, k, v)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -114,7 +114,7 @@ class Piece:
 
     @torch.no_grad()
     def meet(self) -> Table:
-        """The first gather: lengths, and for each head a ball that the keys of a piece lie in. All calls must be alike."""
+        """The first gather: lengths, and for each head a ball that the keys of a share lie in. All calls must be alike."""
         p, k = self.problem, self.k.double()
         center = k.mean((0, 2)) if p.B * p.S else k.new_zeros(p.G, p.D)
         center = center.nan_to_num(0.0, 0.0, 0.0)
@@ -169,7 +169,7 @@ class Piece:
         return Table(lengths, int(numbers[0][1]), centers.unflatten(1, (p.G, p.D)), radii)
 
     def _join_ranges(self, ranges: Tensor, lengths: list[int], offsets: list[int]) -> None:
-        """Make a key range of the whole sequence of those of the pieces [ranks, B, 2]."""
+        """Make a key range of the whole sequence of those of the shares [ranks, B, 2]."""
         counts = (ranges[..., 1] - ranges[..., 0]).clamp(min=0)
         if bool((counts == torch.tensor(lengths)[:, None]).all()):
             self.key_range = None
@@ -204,7 +204,7 @@ class Piece:
         """[2][G]: how many keys beyond each edge some query cannot do without.
 
         Args:
-            lse: [B, H, n], of all queries; None: at least what the keys around them in the own piece make it.
+            lse: [B, H, n], of all queries; None: at least what the keys around them in the own share make it.
         """
         found = np.zeros((2, self.problem.G), np.int64)
         for side, slopes in enumerate(self.slopes):
@@ -322,7 +322,7 @@ class Piece:
         return scores
 
     def _sums_around(self, rows: slice) -> Tensor:
-        """[B, H, rows]: at most lse, from the keys of the piece that lie within a block of each query."""
+        """[B, H, rows]: at most lse, from the keys of the share that lie within a block of each query."""
         p = self.problem
         q, k = self.q[:, :, rows], self.k[:, :, rows]
         n = q.shape[2]
