@@ -263,7 +263,7 @@ def found():
     flags = os.environ["XLA_FLAGS"] + f" --xla_force_host_platform_device_count={NUM_PIECES}"
     done = subprocess.run(
         [sys.executable, "-W", "error", __file__],
-        env=os.environ | {"XLA_FLAGS": flags},
+        env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,

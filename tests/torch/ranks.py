@@ -30,12 +30,13 @@ class Ranks:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
+        own = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         self._processes = [
             subprocess.Popen(
                 [sys.executable, __file__, str(rank), str(size), store, str(seconds)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                env={**os.environ, **own, "GLOO_SOCKET_IFNAME": "lo"},
             )
             for rank in range(size)
         ]
