@@ -32,110 +32,53 @@ __all__ = ["attention", "share_outside", "window"]
 LEFT, RIGHT = 0, 1
 
 
-def window(
-    slope: npt.ArrayLike,
-    q_norm: npt.ArrayLike,
-    k_norm: npt.ArrayLike,
-    *,
-    scale: float,
-    tolerance: float,
-    num_keys: float = math.inf,
-) -> Float64:
-    """Say how far a head can matter at all, from its slope and the norms of its queries and keys alone.
+def _attend(rows: "_Rows", tolerance: float, size: int) -> tuple[Float64, Float64, "Tile"]:
+    """One tile: the online softmax over blocks from near to far, each side until its bound is low enough."""
+    # acc and row_sum are sums of exp(score - row_max), with the values and without. A larger score than any before
+    # makes all earlier terms smaller, by the same factor.
+    (low, high), outwards = rows.blocks(size)
+    acc = np.zeros((len(rows.q), rows.v.shape[1]))
+    row_max, row_sum = np.full(len(rows.q), -np.inf), np.zeros(len(rows.q))
 
-    Scores without bias lie within `b = |scale| q_norm k_norm` of 0, and every query sees its own position. So keys at a
-    distance of the window or more hold at most `tolerance` of any row's probability together, whatever their values:
+    def read(first: int, end: int) -> None:
+        nonlocal acc, row_max, row_sum
+        scores = rows.scores(first, end)
+        new_max = np.maximum(row_max, scores.max(1, initial=-np.inf))
+        pivot = np.where(np.isneginf(new_max), 0.0, new_max)  # nothing seen yet: any finite number
+        weights, shrink = np.exp(scores - pivot[:, None]), np.exp(row_max - pivot)
+        acc = acc * shrink[:, None] + weights @ rows.v[first:end]
+        row_max, row_sum = new_max, row_sum * shrink + weights.sum(1)
 
-        exp(b - slope * window) * min(num_keys, 1 / (1 - exp(-slope))) = tolerance * exp(-b)
-
-    Args:
-        slope: [...], at least 0; 0 gives inf.
-        q_norm, k_norm: [...], at least the norm of every query and every key.
-        scale: Factor on q . k.
-        tolerance: Share of the probability that may be left out, in (0, 1).
-        num_keys: At most so many keys lie that far.
-
-    Returns:
-        [...], float64, at least 0. A bidirectional head that drops keys on both sides takes half the tolerance for each.
-
-    Raises:
-        ValueError: slope is negative or nan, or tolerance is not in (0, 1).
-
-    Example:
-        >>> window([0.5, 0.0], 8.0, 8.0, scale=0.125, tolerance=2**-24).round(1).tolist()
-        [67.1, inf]
-    """
-    slope, q_norm, k_norm = (np.asarray(x, np.float64) for x in (slope, q_norm, k_norm))
-    _request.check_slope_values("window", "slope", slope)
-    if not 0 < tolerance < 1:
-        raise ValueError(f"window: tolerance must be in (0, 1), got {tolerance}")
-    nats = 2 * abs(scale) * q_norm * k_norm + log_geometric(slope, num_keys) - math.log(tolerance)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found = np.where(slope > 0, nats / slope, math.inf)
-    return np.where(np.isinf(slope), 0.0, np.maximum(found, 0.0))
-
-
-def log_geometric(slope: npt.ArrayLike, num_keys: float) -> Float64:
-    """log min(num_keys, 1 / (1 - exp(-slope))): at most the sum of exp(-slope * i) for i = 0 .. num_keys - 1."""
-    with np.errstate(divide="ignore"):
-        return np.minimum(np.log(num_keys), -np.log(-np.expm1(-np.asarray(slope, np.float64))))
-
-
-def log_sums(
-    positions: npt.ArrayLike, slope: npt.ArrayLike, inside: npt.ArrayLike = True
-) -> Float64:
-    """Log of what keys 0 .. j can weigh together, seen from key j: of the sum of exp(-slope * (x[j] - x[s])) over s <= j.
-
-    Each key but the first has it from the one before: what that saw is further off, and the key itself weighs 1.
-
-    Args:
-        positions: [..., S], x: never falling among keys that count.
-        slope: [...], at least 0 and finite.
-        inside: Broadcasts to [..., S]: which keys count, a range of them.
-
-    Returns:
-        [..., S], float64; -inf where no key counts yet.
-
-    Example:
-        >>> np.exp(log_sums([0.0, 1.0, 1.0], 1.0)).round(2).tolist()
-        [1.0, 1.37, 2.37]
-    """
-    x = np.asarray(positions, np.float64)
-    further = np.asarray(slope, np.float64)[..., None] * np.diff(x, prepend=x[..., :1])
-    itself = np.broadcast_to(np.where(inside, 0.0, -np.inf), x.shape)
-    found, before = np.empty(x.shape), np.full(x.shape[:-1], -np.inf)
-    for j in range(x.shape[-1]):
-        before = found[..., j] = np.logaddexp(before - further[..., j], itself[..., j])
-    return found
-
-
-class Step(NamedTuple):
-    """A block that a tile came to on its way outwards, and what was known before reading it."""
-
-    side: int  # LEFT or RIGHT
-    first: int  # the keys of the block: first .. end - 1
-    end: int
-    bound: float  # log of the most that these keys and all beyond them may hold, of the row they matter most to
-    read: bool
-
-
-@dataclass
-class Tile:
-    """Query rows `first_row` .. `first_row` + rows - 1 of one head: the keys they read, and why they stopped."""
-
-    first_row: int
-    first: int = 0  # the keys that were read: first .. end - 1
-    end: int = 0
-    steps: list[Step] = field(default_factory=list)
-
-
-class Visit(NamedTuple):
-    """What `attention` gives."""
-
-    out: Array  # [..., H, T, E]
-    lse: Float64  # [..., H, T]
-    # tiles[b][h]: of batch row b and head h, from the first query row on
-    tiles: list[list[list[Tile]]]
+    # The keys at the rows' own positions come first: with them there is a sum that a bound can be compared with.
+    read(low, high)
+    tile = Tile(rows.first_row, low, high)
+    open_sides = [not math.isinf(slope) for slope in rows.slopes]
+    share = tolerance / 2 if all(open_sides) else tolerance
+    largest = rows.largest_scores()
+    # Then the blocks beyond. `tail` is the log of the most that this block and all beyond it can hold, `bound` the same
+    # as a share of what the row has already, for the row of the tile that they matter most to.
+    for side, first, end in outwards:
+        if not open_sides[side]:
+            continue
+        nearest = end - 1 if side == LEFT else first
+        tail = rows.tail(side, nearest, largest[side][:, nearest])
+        # A row without keys yet: inf or nan, never a reason to stop.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            bound = (tail - row_max - np.log(row_sum)).max(initial=-np.inf)
+        # So little can be left; and as `tail` falls on the way outwards, none of the keys beyond has to be looked at.
+        stop = rows.slopes[side] > 0 and share > 0 and bound <= math.log(share)
+        open_sides[side] = not stop
+        tile.steps.append(
+            Step(side, first + rows.first_key, end + rows.first_key, float(bound), not stop)
+        )
+        if not stop:
+            read(first, end)
+            tile.first, tile.end = min(tile.first, first), max(tile.end, end)
+    # Divided by their sum the weights are a softmax over the keys that were read. A row that saw none gives zeros.
+    tile.first, tile.end = tile.first + rows.first_key, tile.end + rows.first_key
+    seen = np.where(row_sum == 0, 1.0, row_sum)
+    lse = np.where(row_sum == 0, -np.inf, row_max + np.log(seen))
+    return acc / seen[:, None], lse, tile
 
 
 @_request.takes(Unmasked)
@@ -149,7 +92,7 @@ def attention(
     rows: int = 16,
     keys: int = 16,
     **options: Unpack[Unmasked],
-) -> Visit:
+) -> "Visit":
     """Run `linbias.attention` near to far, and keep what was read.
 
     Args:
@@ -193,17 +136,33 @@ def attention(
     return Visit(inputs.restore(out).astype(inputs.dtype), inputs.restore(lse), tiles)
 
 
-def _sums(inputs: Inputs) -> tuple[Float64, Float64] | None:
-    """`log_sums` of all heads, [B, H, S], seen to the left and to the right; None where positions are counted."""
-    if inputs.positions is None:
-        return None
-    shape, inside = inputs.positions.shape[:2], ~inputs.hidden[:, :, 0]
-    # A hidden side, of infinite slope, is never read.
-    left, right = (
-        np.broadcast_to(np.where(np.isinf(s), 0.0, s), shape) for s in (inputs.left, inputs.right)
-    )
-    mirrored = log_sums(-inputs.positions[..., ::-1], right, inside[..., ::-1])
-    return log_sums(inputs.positions, left, inside), mirrored[..., ::-1]
+class Step(NamedTuple):
+    """A block that a tile came to on its way outwards, and what was known before reading it."""
+
+    side: int  # LEFT or RIGHT
+    first: int  # the keys of the block: first .. end - 1
+    end: int
+    bound: float  # log of the most that these keys and all beyond them may hold, of the row they matter most to
+    read: bool
+
+
+@dataclass
+class Tile:
+    """Query rows `first_row` .. `first_row` + rows - 1 of one head: the keys they read, and why they stopped."""
+
+    first_row: int
+    first: int = 0  # the keys that were read: first .. end - 1
+    end: int = 0
+    steps: list[Step] = field(default_factory=list)
+
+
+class Visit(NamedTuple):
+    """What `attention` gives."""
+
+    out: Array  # [..., H, T, E]
+    lse: Float64  # [..., H, T]
+    # tiles[b][h]: of batch row b and head h, from the first query row on
+    tiles: list[list[list[Tile]]]
 
 
 @dataclass(frozen=True)
@@ -311,53 +270,94 @@ def _norm(x: Float64) -> Float64:
     return np.linalg.norm(unit, axis=1) * largest
 
 
-def _attend(rows: _Rows, tolerance: float, size: int) -> tuple[Float64, Float64, Tile]:
-    """One tile: the online softmax over blocks from near to far, each side until its bound is low enough."""
-    # acc and row_sum are sums of exp(score - row_max), with the values and without. A larger score than any before
-    # makes all earlier terms smaller, by the same factor.
-    (low, high), outwards = rows.blocks(size)
-    acc = np.zeros((len(rows.q), rows.v.shape[1]))
-    row_max, row_sum = np.full(len(rows.q), -np.inf), np.zeros(len(rows.q))
+def _sums(inputs: Inputs) -> tuple[Float64, Float64] | None:
+    """`log_sums` of all heads, [B, H, S], seen to the left and to the right; None where positions are counted."""
+    if inputs.positions is None:
+        return None
+    shape, inside = inputs.positions.shape[:2], ~inputs.hidden[:, :, 0]
+    # A hidden side, of infinite slope, is never read.
+    left, right = (
+        np.broadcast_to(np.where(np.isinf(s), 0.0, s), shape) for s in (inputs.left, inputs.right)
+    )
+    mirrored = log_sums(-inputs.positions[..., ::-1], right, inside[..., ::-1])
+    return log_sums(inputs.positions, left, inside), mirrored[..., ::-1]
 
-    def read(first: int, end: int) -> None:
-        nonlocal acc, row_max, row_sum
-        scores = rows.scores(first, end)
-        new_max = np.maximum(row_max, scores.max(1, initial=-np.inf))
-        pivot = np.where(np.isneginf(new_max), 0.0, new_max)  # nothing seen yet: any finite number
-        weights, shrink = np.exp(scores - pivot[:, None]), np.exp(row_max - pivot)
-        acc = acc * shrink[:, None] + weights @ rows.v[first:end]
-        row_max, row_sum = new_max, row_sum * shrink + weights.sum(1)
 
-    # The keys at the rows' own positions come first: with them there is a sum that a bound can be compared with.
-    read(low, high)
-    tile = Tile(rows.first_row, low, high)
-    open_sides = [not math.isinf(slope) for slope in rows.slopes]
-    share = tolerance / 2 if all(open_sides) else tolerance
-    largest = rows.largest_scores()
-    # Then the blocks beyond. `tail` is the log of the most that this block and all beyond it can hold, `bound` the same
-    # as a share of what the row has already, for the row of the tile that they matter most to.
-    for side, first, end in outwards:
-        if not open_sides[side]:
-            continue
-        nearest = end - 1 if side == LEFT else first
-        tail = rows.tail(side, nearest, largest[side][:, nearest])
-        # A row without keys yet: inf or nan, never a reason to stop.
-        with np.errstate(divide="ignore", invalid="ignore"):
-            bound = (tail - row_max - np.log(row_sum)).max(initial=-np.inf)
-        # So little can be left; and as `tail` falls on the way outwards, none of the keys beyond has to be looked at.
-        stop = rows.slopes[side] > 0 and share > 0 and bound <= math.log(share)
-        open_sides[side] = not stop
-        tile.steps.append(
-            Step(side, first + rows.first_key, end + rows.first_key, float(bound), not stop)
-        )
-        if not stop:
-            read(first, end)
-            tile.first, tile.end = min(tile.first, first), max(tile.end, end)
-    # Divided by their sum the weights are a softmax over the keys that were read. A row that saw none gives zeros.
-    tile.first, tile.end = tile.first + rows.first_key, tile.end + rows.first_key
-    seen = np.where(row_sum == 0, 1.0, row_sum)
-    lse = np.where(row_sum == 0, -np.inf, row_max + np.log(seen))
-    return acc / seen[:, None], lse, tile
+def window(
+    slope: npt.ArrayLike,
+    q_norm: npt.ArrayLike,
+    k_norm: npt.ArrayLike,
+    *,
+    scale: float,
+    tolerance: float,
+    num_keys: float = math.inf,
+) -> Float64:
+    """Say how far a head can matter at all, from its slope and the norms of its queries and keys alone.
+
+    Scores without bias lie within `b = |scale| q_norm k_norm` of 0, and every query sees its own position. So keys at a
+    distance of the window or more hold at most `tolerance` of any row's probability together, whatever their values:
+
+        exp(b - slope * window) * min(num_keys, 1 / (1 - exp(-slope))) = tolerance * exp(-b)
+
+    Args:
+        slope: [...], at least 0; 0 gives inf.
+        q_norm, k_norm: [...], at least the norm of every query and every key.
+        scale: Factor on q . k.
+        tolerance: Share of the probability that may be left out, in (0, 1).
+        num_keys: At most so many keys lie that far.
+
+    Returns:
+        [...], float64, at least 0. A bidirectional head that drops keys on both sides takes half the tolerance for each.
+
+    Raises:
+        ValueError: slope is negative or nan, or tolerance is not in (0, 1).
+
+    Example:
+        >>> window([0.5, 0.0], 8.0, 8.0, scale=0.125, tolerance=2**-24).round(1).tolist()
+        [67.1, inf]
+    """
+    slope, q_norm, k_norm = (np.asarray(x, np.float64) for x in (slope, q_norm, k_norm))
+    _request.check_slope_values("window", "slope", slope)
+    if not 0 < tolerance < 1:
+        raise ValueError(f"window: tolerance must be in (0, 1), got {tolerance}")
+    nats = 2 * abs(scale) * q_norm * k_norm + log_geometric(slope, num_keys) - math.log(tolerance)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = np.where(slope > 0, nats / slope, math.inf)
+    return np.where(np.isinf(slope), 0.0, np.maximum(found, 0.0))
+
+
+def log_geometric(slope: npt.ArrayLike, num_keys: float) -> Float64:
+    """log min(num_keys, 1 / (1 - exp(-slope))): at most the sum of exp(-slope * i) for i = 0 .. num_keys - 1."""
+    with np.errstate(divide="ignore"):
+        return np.minimum(np.log(num_keys), -np.log(-np.expm1(-np.asarray(slope, np.float64))))
+
+
+def log_sums(
+    positions: npt.ArrayLike, slope: npt.ArrayLike, inside: npt.ArrayLike = True
+) -> Float64:
+    """Log of what keys 0 .. j can weigh together, seen from key j: of the sum of exp(-slope * (x[j] - x[s])) over s <= j.
+
+    Each key but the first has it from the one before: what that saw is further off, and the key itself weighs 1.
+
+    Args:
+        positions: [..., S], x: never falling among keys that count.
+        slope: [...], at least 0 and finite.
+        inside: Broadcasts to [..., S]: which keys count, a range of them.
+
+    Returns:
+        [..., S], float64; -inf where no key counts yet.
+
+    Example:
+        >>> np.exp(log_sums([0.0, 1.0, 1.0], 1.0)).round(2).tolist()
+        [1.0, 1.37, 2.37]
+    """
+    x = np.asarray(positions, np.float64)
+    further = np.asarray(slope, np.float64)[..., None] * np.diff(x, prepend=x[..., :1])
+    itself = np.broadcast_to(np.where(inside, 0.0, -np.inf), x.shape)
+    found, before = np.empty(x.shape), np.full(x.shape[:-1], -np.inf)
+    for j in range(x.shape[-1]):
+        before = found[..., j] = np.logaddexp(before - further[..., j], itself[..., j])
+    return found
 
 
 def share_outside(
