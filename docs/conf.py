@@ -51,7 +51,6 @@ myst_heading_anchors = 4
 # The reference: what a docstring says, in its order
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # _as_written adds them
-autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 72
 napoleon_numpy_docstring = False
