@@ -1,9 +1,9 @@
 // Choose the CPU target once, at the top.
 //
-// To add a target: csrc/target_NAME.cpp, as target_avx2.cpp; NAME among `targets` and `flags_NAME` in CMakeLists.txt; here its
-// declaration, what it asks of the processor (has_NAME) and its row in kTargets, where the best stands first; its row in
-// _KINDS of src/linbias/_machine.py, in release/wheels.py, release/smoke.py and docs/kernels.md. The core's own test of one
-// target builds in a minute or two:
+// To add a target: csrc/target_NAME.cpp, as target_avx2.cpp; NAME among `targets` and `flags_NAME` in CMakeLists.txt;
+// here its declaration, what it asks of the processor (has_NAME) and its row in kTargets, where the best stands first;
+// its row in _KINDS of src/linbias/_machine.py, in release/wheels.py, release/smoke.py and docs/kernels.md. The core's
+// own test of one target builds in a minute or two:
 //   cmake -S . -B build/one -DLINBIAS_TEST=ON '-DLINBIAS_TARGETS=baseline;NAME' -DCMAKE_CXX_FLAGS_RELEASE=-O1
 #include <algorithm>
 #include <atomic>
