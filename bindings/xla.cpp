@@ -163,7 +163,7 @@ std::vector<std::int64_t> integers(const Any& array) {
   return {values, values + array.count()};
 }
 
-// Where keys or queries stand, each the sum of its parts (linbias/jax/places.py).
+// Where keys or queries stand, each the sum of its parts (linbias/jax/standing.py).
 template <class Number>
 std::vector<double> summed(const Any& array) {
   const auto* parts = reinterpret_cast<const Number*>(array.data());

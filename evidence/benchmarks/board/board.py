@@ -393,7 +393,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure what the output has too, and replace it")  # fmt: skip
     parser.add_argument("--board", type=Path, default=ROOT / "build" / "board", help="where environments, models and references are")  # fmt: skip
     parser.add_argument(
-        "--output", type=Path, help="default: evidence/records/board-MACHINE.jsonl"
+        "--output", type=Path, help="default: evidence/records/board/MACHINE.jsonl"
     )
     return parser.parse_args()
 

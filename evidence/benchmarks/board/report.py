@@ -1,4 +1,4 @@
-"""Write the tables of docs/results/board.md from evidence/records/board-MACHINE.jsonl.
+"""Write the tables of docs/results/board.md from evidence/records/board/MACHINE.jsonl.
 
 python evidence/benchmarks/board/report.py
 """

@@ -41,8 +41,8 @@ def prepack(model: Model) -> Model:
     """Keep the weights of a model's large linear layers in the order in which oneDNN multiplies, so that it reads faster.
 
     Call it last, on a model that is done changing: after `load`, after `fuse`, after adapters are merged. In bfloat16 a
-    generated token then takes four fifths of its time on a Xeon with AMX, where a float32 one takes no less
-    (docs/kernels.md, which also says how far `torch.compile` with frozen weights goes). Training, saving, and names of
+    prompt then takes a sixth less time on a Xeon with AMX, and a generated token no less (docs/kernels.md,
+    which also says how far `torch.compile` with frozen weights goes). Training, saving, and names of
     weights are as before: the layers keep their own. A layer whose own weight changes afterwards reads that again.
 
     The memory is that of the weights once more, but not for weights that are mapped from a safetensors file, as after
