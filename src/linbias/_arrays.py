@@ -116,15 +116,14 @@ def prepare(
     _request.warn_of_layout(function, problem)
     _request.check_slopes(function, request, np.asarray)
     _request.check_values(function, problem, request, np.asarray)
-    # What the call leaves open: the paper's slopes, an infinite slope to the right or the same one, all keys, and the
-    # last query at the last key.
-    B, H, G, S = problem.B, problem.H, problem.G, problem.S
-    if request.key_range is None:
-        request = request._replace(key_range=np.broadcast_to([0, S], (B, 2)))
+    B, H, G, T, S = problem.B, problem.H, problem.G, problem.T, problem.S
     filled = fill(request, problem)
     left, right = filled["left"], filled["right"]
-    left, right = np.broadcast_arrays(left, np.inf if right is None else right)
-    ranges, keys = filled["key_range"].astype(np.int64), np.arange(S)
+    if right is None:
+        right = np.full_like(left, np.inf)
+    ranges, start, keys = filled["key_range"], filled["query_start"], np.arange(S)
+    ranges = np.full((B, G, 2), (0, S)) if ranges is None else ranges.astype(np.int64)
+    start = np.full(B, S - T) if start is None else start.astype(np.int64)
     outside = (keys < ranges[..., :1]) | (keys >= ranges[..., 1:])
     # Keys and values outside their range may hold anything, and 0 * NaN is NaN.
     k, v = (np.where(outside[..., None], 0.0, array) for array in (k, v))
@@ -142,13 +141,13 @@ def prepare(
         v=v,
         left=left,
         right=right,
-        query_start=filled["query_start"].astype(np.int64),
+        query_start=start,
         hidden=hidden,
         added=added,
         scale=problem.scale,
         batch=batch,
         dtype=dtype,
-        **stand(request, problem, ranges, filled["query_start"]),
+        **stand(request, problem, ranges, start),
     )
 
 

@@ -322,7 +322,7 @@ def fill(
     broadcast_to: Callable[[Any, tuple[int, ...]], Any],
     last_end: Callable[[Any], Any],
 ) -> dict[str, Any]:
-    """What a checked call leaves open, filled in: the arguments of implementations but for arrays that a front end makes.
+    """A checked call with what it leaves open filled in: what implementations take, but for arrays a front end makes.
 
     Args:
         default_slopes: Of a call that names none.
@@ -346,6 +346,9 @@ def fill(
     if mask is not None:
         mask = mask[(None,) * (4 - len(mask.shape))]
     return {
+        "q": request.q,
+        "k": request.k,
+        "v": request.v,
         "left": left,
         "right": right,
         "key_range": ranges,  # [B, G, 2]
@@ -514,6 +517,8 @@ def warn_of_layout(function: str, problem: Problem, layout: str = "BHTD", depth:
 
 
 def _sizes(array: Described, layout: str) -> tuple[int, ...]:
+    if layout == "BHTD":
+        return array.shape
     return tuple(array.shape[layout.index(axis)] for axis in "BHTD")
 
 

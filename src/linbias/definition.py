@@ -221,6 +221,7 @@ def attention(
     return (out, inputs.restore(steps.lse)) if return_lse else out
 
 
+@_request.takes(Options)
 def attention_weights(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -258,6 +259,7 @@ class Gradients(NamedTuple):
     dquery_positions: Float64 | None = None
 
 
+@_request.takes(Options)
 def attention_backward(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,

@@ -90,14 +90,12 @@ def prepare(
     inputs = Inputs(
         **{
             **filled,
+            **{name: jnp.asarray(filled[name]) for name in "qkv"},
             "left": jnp.broadcast_to(filled["left"], of_heads),
             "right": None if right is None else jnp.broadcast_to(right, of_heads),
             "key_bound": None if key_bound is None else jnp.asarray(key_bound).astype(wide),
             "mask": None if mask is None else jnp.broadcast_to(mask, (*mask.shape[:3], problem.S)),
         },
-        q=jnp.asarray(q),
-        k=jnp.asarray(k),
-        v=jnp.asarray(v),
         positions=x,
         query_positions=xq,
         seed=draw_seed(request.dropout_key) if problem.dropout else None,

@@ -16,7 +16,7 @@ from linbias.torch.choice import asked_in_turn
 from linbias.torch.constant import default_slopes
 from linbias.torch.dropout import draw_seed
 from linbias.torch.operators import transforms
-from linbias.torch.operators.operator import Inputs, without_autocast
+from linbias.torch.operators.operator import Inputs, autocasts, without_autocast
 
 Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
 
@@ -38,9 +38,8 @@ def prepare(
             f"{function}: torch.jit.trace, which takes sizes for constants, is not supported;"
             " use torch.export or torch.compile"
         )
-    given: tuple[tuple[str, Any], ...] = ("q", q), ("k", k), ("v", v)
-    for name, array in given:
-        if not isinstance(array, Tensor):
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        for name, array in zip("qkv", (q, k, v), strict=True):
             describe(name, array, function)  # which refuses it
     q, k, v = autocast(q, k, v)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -81,20 +80,12 @@ def prepare(
         torch.broadcast_to,
         last_end,
     )
-    x, xq = None, None
     if problem.positions:
         x, xq = standing.stand(request, problem, filled["query_start"])
-    inputs = Inputs(
-        q=q,
-        k=k,
-        v=v,
-        positions=x,
-        query_positions=xq,
-        seed=draw_seed(q.device) if problem.dropout else None,
-        precise=gradients,
-        slope_gradients=slope_gradients,
-        **filled,
-    )
+        filled.update(positions=x, query_positions=xq)
+    if problem.dropout:
+        filled["seed"] = draw_seed(q.device)
+    inputs = Inputs(**filled, precise=gradients, slope_gradients=slope_gradients)
     return inputs, problem
 
 
@@ -221,8 +212,8 @@ def check_slopes(function: str, name: str, slopes: Tensor) -> None:
 
 
 def autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
-    device = arrays[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    device = arrays[0].device
+    if not autocasts(device):
         return arrays
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(device.type)
     return tuple(a.to(dtype) if a.dtype != torch.float64 else a for a in arrays)

@@ -357,9 +357,16 @@ def _for_arguments(inputs: Inputs, gradients: Sequence[Any]) -> tuple[Tensor | N
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Where autocast is on, it would take the wide products back to 16 bits."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return _NOTHING
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else _NOTHING
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for what lies there; asked of all devices first, which is quick."""
+    return (
+        torch._C._is_any_autocast_enabled()
+        and device.type != "meta"
+        and torch.is_autocast_enabled(device.type)
+    )
 
 
 _CPU = torch.device("cpu")
