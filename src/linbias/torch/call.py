@@ -38,8 +38,9 @@ def prepare(
             f"{function}: torch.jit.trace, which takes sizes for constants, is not supported;"
             " use torch.export or torch.compile"
         )
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        for name, array in zip("qkv", (q, k, v), strict=True):
+    given: tuple[tuple[str, Any], ...] = ("q", q), ("k", k), ("v", v)
+    for name, array in given:
+        if not isinstance(array, Tensor):
             describe(name, array, function)  # which refuses it
     q, k, v = autocast(q, k, v)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
