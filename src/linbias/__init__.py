@@ -1,8 +1,9 @@
 """ALiBi, attention with linear biases: the definition in NumPy.
 
-The front ends are submodules that load when they are first named, and their framework with them: `linbias.torch`,
-`linbias.jax`, `linbias.models`; `linbias.cpu` is the compiled core for NumPy arrays, `linbias.plots` draws, `linbias.compat`
-runs well-known ALiBi code under its own names. The project's own idea, to read: `linbias.near_to_far`.
+The front ends are submodules that load when they are first named, and their framework with them:
+`linbias.torch`, `linbias.jax`, `linbias.models`; `linbias.cpu` is the compiled core for NumPy
+arrays, `linbias.plots` draws, `linbias.compat` runs well-known ALiBi code under its own names. The
+project's own idea, to read: `linbias.near_to_far`.
 """
 
 from importlib import import_module
@@ -55,7 +56,7 @@ if not TYPE_CHECKING:  # a type checker asks for the import to be written out
         raise AttributeError(f"module 'linbias' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        """The public names, without the parts that this install cannot load: `help` asks for each."""
+        """The public names, without parts that this install cannot load: `help` asks for each."""
         parts = (f"linbias.{name}" for name in _LOADED_WHEN_NAMED)
         there = [part for part in parts if part not in _extras.PARTS or not _extras.missing(part)]
         own = [name for name in globals() if name.startswith("__")]

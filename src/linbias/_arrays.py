@@ -1,4 +1,4 @@
-"""NumPy arrays as calls of attention take them: any batch axes become one, values are checked, nothing is left open."""
+"""NumPy arrays as calls of attention take them: checked, with one batch axis, nothing open."""
 
 import functools
 import math
@@ -88,7 +88,7 @@ class Inputs:
         return np.where(np.isinf(slope), 0.0, total if slope.ndim == 2 else total.sum(0))
 
     def sum_position(self, gradient: Float64, given: npt.ArrayLike) -> Float64:
-        """[B, H, n] -> the shape of positions as they were given, summed over all that share one."""
+        """[B, H, n] -> the shape of positions as given, summed over all that share one."""
         shape = np.shape(given)
         shared = len(shape) <= len(self.batch) + 1  # by all heads
         gradient = self.restore(gradient.sum(1) if shared else gradient)
@@ -160,7 +160,7 @@ def in_batches(
     slopes: npt.ArrayLike | None,
     **options: Any,
 ) -> tuple[Request[Array], tuple[int, ...]]:
-    """A call as arrays whose batch axes are one, and the batch axes as they were given; slopes are wide."""
+    """A call as arrays with one batch axis, and the batch axes as given; slopes are wide."""
     arrays = []
     for name, argument in (("q", q), ("k", k), ("v", v)):
         array = _request.real_array(function, name, argument)
@@ -213,7 +213,7 @@ def fill(request: Request[Array], problem: Problem) -> dict[str, Any]:
 def stand(
     request: Request[Array], problem: Problem, ranges: Array | None, starts: Array | None
 ) -> dict[str, Array]:
-    """Where keys and queries stand, [B, H, ...], and at which keys; of keys outside the ranges nothing is used."""
+    """Where keys and queries stand, [B, H, ...], and at which keys; 0 outside the ranges."""
     B, H, T, S = problem.B, problem.H, problem.T, problem.S
     if request.positions is None:
         return {}
@@ -243,7 +243,7 @@ def per_query_head(ranges: Array | None, problem: Problem) -> Array:
 def split_heads(
     function: str, num_heads: int, q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike
 ) -> tuple[Array, Array, Array]:
-    """[..., length, heads * size] -> [..., heads, length, size]; keys have the size of queries, k and v as many heads."""
+    """[..., length, heads * size] -> [..., heads, length, size]; k and v have as many heads."""
     if not isinstance(num_heads, int | np.integer) or num_heads < 1:
         raise ValueError(
             f"{function}: num_heads must be an integer of at least 1, got {num_heads}"
@@ -280,14 +280,14 @@ def _wide(arrays: list[Array]) -> np.dtype[Any]:
 
 
 def _flatten(array: Array, batch: tuple[int, ...]) -> Array:
-    """[..., x] -> [B, x] where the batch axes are there; anything else is left for the checks to refuse."""
+    """[..., x] -> [B, x] where the batch axes are there; the checks refuse anything else."""
     if array.shape[: len(batch)] != batch:
         return array
     return array.reshape(math.prod(batch), *array.shape[len(batch) :])
 
 
 def _flatten_places(array: Array, batch: tuple[int, ...]) -> Array:
-    """`_flatten`, but one axis alone, or 1 in the place of every batch axis, stands for all batch rows."""
+    """`_flatten`, where one axis alone, or batch axes of 1, stand for all batch rows."""
     if array.ndim == 1:
         return array[None]
     if batch and array.ndim > len(batch) and array.shape[: len(batch)] == (1,) * len(batch):
@@ -296,7 +296,7 @@ def _flatten_places(array: Array, batch: tuple[int, ...]) -> Array:
 
 
 def _flatten_mask(mask: Array, batch: tuple[int, ...]) -> Array:
-    """[..., H, T, S] -> [B, H, T, S] where the batch axes fit; anything else is left for the checks to refuse."""
+    """[..., H, T, S] -> [B, H, T, S] where the batch axes fit; the checks refuse anything else."""
     own = mask.shape[:-3]
     if len(own) != len(batch) or any(n not in (1, m) for n, m in zip(own, batch, strict=True)):
         return mask

@@ -1,14 +1,17 @@
 """What implementations can do, which one runs a problem, and why not the others.
 
-An implementation is a module with a `NAME`, its `ABILITIES`, and `why_not(problem) -> str | None`: None means "I can",
-a string says why not. A request by name is obeyed or refused with that string, never replaced. What an install lacks
-altogether stands in `WHY_MISSING`, where a module has it: a call that runs slower for it warns, once.
+An implementation is a module with a `NAME`, its `ABILITIES`, and `why_not(problem) -> str | None`:
+None means "I can", a string says why not. A request by name is obeyed or refused with that string,
+never replaced. What an install lacks altogether stands in `WHY_MISSING`, where a module has it: a
+call that runs slower for it warns, once.
 
-To add one: a module that has these and the front end's call, which takes its `Inputs` (`torch/impl/dense.py` is the plainest), imports
-no other implementation and trusts `_request`; its name in the front end's `IMPLEMENTATIONS`, in the order in which "auto"
-asks, in the contract test (`IMPLEMENTATIONS` in tests/torch/test_torch.py or tests/jax/test_jax.py), whose budget is not widened, and in
-evidence/benchmarks/bench_attention.py, with records before and after; a line in DESIGN section 3. `python evidence/runs/support.py` writes the
-tables of docs/torch.md and docs/jax.md.
+To add one: a module that has these and the front end's call, which takes its `Inputs`
+(`torch/impl/dense.py` is the plainest), imports no other implementation and trusts `_request`; its
+name in the front end's `IMPLEMENTATIONS`, in the order in which "auto" asks, in the contract test
+(`IMPLEMENTATIONS` in tests/torch/test_torch.py or tests/jax/test_jax.py), whose budget is not
+widened, and in evidence/benchmarks/bench_attention.py, with records before and after; a line in
+DESIGN section 3. `python evidence/runs/support.py` writes the tables of docs/torch.md and
+docs/jax.md.
 """
 
 import warnings
@@ -21,7 +24,7 @@ from linbias._request import FLOATS, Problem
 
 @dataclass(frozen=True)
 class Abilities:
-    """What an implementation can do wherever it runs: declared once, asked by "auto", printed in the docs."""
+    """What an implementation can do: declared once, asked by "auto", printed in the docs."""
 
     runs_on: str  # in words
     how: str  # likewise, for the docs
@@ -71,23 +74,23 @@ def _warn_once(function: str, running: str, not_built: str) -> None:
     if not _warned:
         _warned.append(function)
         warnings.warn(
-            f"{function}: {running} runs in place of {not_built}, many times slower, because linbias was"
-            " installed without its compiled core; linbias doctor says why",
+            f"{function}: {running} runs in place of {not_built}, many times slower, because"
+            " linbias was installed without its compiled core; linbias doctor says why",
             stacklevel=4,  # whoever called the function, by way of `choose`
         )
 
 
-# What torch.compiler.assume_constant_result does, without loading torch: the compiler cannot trace a warning.
+# As torch.compiler.assume_constant_result, without loading torch: no compiler traces a warning.
 setattr(_warn_once, "_dynamo_marked_constant", True)  # noqa: B010
 _warned: list[str] = []
 
 
 def choose(function: str, requested: str, problem: Problem, implementations: Sequence[I]) -> I:
-    """Return the implementation asked for by name, or for "auto" the first that can solve the problem.
+    """Return the implementation of this name, or for "auto" the first that can solve the problem.
 
     Raises:
         ValueError: No implementation has that name.
-        NotImplementedError: The one asked for, or under "auto" every one, cannot solve the problem.
+        NotImplementedError: It, or under "auto" every one, cannot solve the problem.
     """
     if requested != "auto":
         for implementation in implementations:

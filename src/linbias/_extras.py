@@ -19,8 +19,11 @@ PARTS = {
     "linbias.models": ("lm", ("torch", "transformers", "tokenizers", "safetensors")),
     "linbias.data": ("lm", ("tokenizers",)),
     "linbias.plots": ("plots", ("matplotlib",)),
-    "linbias.lm": ("lm", ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "psutil")),
-}  # fmt: skip
+    "linbias.lm": (
+        "lm",
+        ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "psutil"),
+    ),
+}
 
 
 def missing(part: str) -> tuple[str, ...]:
@@ -29,7 +32,7 @@ def missing(part: str) -> tuple[str, ...]:
 
 
 def require(part: str) -> None:
-    """Raise, with the line that installs them, unless the packages of a part are there, and new enough.
+    """Raise, with the line that installs them, unless a part's packages are there and new enough.
 
     Raises:
         ModuleNotFoundError: One is not installed.
@@ -56,7 +59,7 @@ def require(part: str) -> None:
 
 @cache
 def _asked_of(package: str) -> tuple[str, str]:
-    """What pyproject.toml says of a package, from where it was installed to: the oldest version, and the Python from which on there is none."""
+    """What pyproject.toml asks: the oldest version, and the Python from which on there is none."""
     try:
         requirements = metadata.requires("linbias") or []
     except metadata.PackageNotFoundError:  # a checkout on the path

@@ -9,8 +9,8 @@ from pathlib import Path
 
 PACKAGES = ("linbias", "numpy", "torch", "jax", "transformers", "accelerate", "datasets", "triton")
 
-# Kinds of processors: the core's CPU targets, each with what it has beyond the one before, of the many flags of a processor those
-# for which kernels are compiled apart, and with what holds oneDNN, PyTorch, MKL and XLA to it.
+# The core's CPU targets: the flags that each has beyond the one before, as far as kernels are
+# compiled for them, and what holds oneDNN, PyTorch, MKL and XLA to it.
 _KINDS = {
     "baseline": ((), ("SSE41", "default", "SSE4_2", "SSE4_2")),
     "avx2": (("avx2", "fma", "f16c"), ("AVX2", "avx2", "AVX2", "AVX2")),
@@ -26,7 +26,7 @@ _WORDS = {
     "avx2": "AVX2",
     "asimd": "NEON",
 }
-# AMD's families of one name and the same instructions, of which the later multiplies twice as fast.
+# AMD's families with the same instructions, of which the later multiplies twice as fast.
 _ZEN = {"25": "Zen 4", "26": "Zen 5"}
 _LIMITS = (
     "ONEDNN_MAX_CPU_ISA={}",
@@ -37,7 +37,7 @@ _LIMITS = (
 
 
 def processor() -> str:
-    """The processor's name as the system tells it, and what decides there: "AMD EPYC Zen 4", "Intel Xeon Processor with AMX"."""
+    """The processor's name, and what decides there: "Intel Xeon Processor with AMX"."""
     match = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     name = match[1] if match else platform.processor() or platform.machine()
     name = " ".join(name.replace("(R)", "").replace("(TM)", "").split())
@@ -45,7 +45,7 @@ def processor() -> str:
 
 
 def cpu_features() -> list[str]:
-    """The instruction sets that matter here, are present, as far as the system tells, and not beyond `most`."""
+    """The instruction sets that matter here, are present, and lie not beyond `most`."""
     match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     flags = match[1].split() if match else []
     kinds = list(_KINDS.values())[: list(_KINDS).index(most() or "avx512_amx") + 1]
@@ -54,7 +54,7 @@ def cpu_features() -> list[str]:
 
 
 def most() -> str | None:
-    """The kind of processor that this one is to act as, where it has more: the environment's LINBIAS_MAX_CPU_TARGET.
+    """The kind of processor to act as: the environment's LINBIAS_MAX_CPU_TARGET.
 
     Raises:
         ValueError: There is no such kind.
@@ -66,7 +66,7 @@ def most() -> str | None:
 
 
 def limits() -> dict[str, str]:
-    """The environment in which other libraries use no more than `most`, if they have not been loaded."""
+    """The environment that holds other libraries to `most`, if they have not been loaded."""
     kind = most()
     values = _KINDS[kind][1] if kind else ()
     return dict(
@@ -80,7 +80,7 @@ def made_by_amd() -> bool:
 
 
 def kind() -> str:
-    """What decides which code is fast here, in words: "AMD Zen 4", "Intel with AMX", "AMD with AVX2"."""
+    """What decides which code is fast here, in words: "AMD Zen 4", "Intel with AMX"."""
     makers = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
     maker = next((name for mark, name in makers.items() if mark in _cpuinfo()), "processor")
     return f"{maker} {_what_decides()}"

@@ -1,13 +1,15 @@
-"""What a call of attention asks for, its argument rules, and what it leaves open: once, without a framework.
+"""What a call of attention asks for, its rules, and what it leaves open, without a framework.
 
-A front end makes a `Request` of its arrays and options, and describes the arrays by shape, dtype name and device;
-`check` answers with the sizes of the call or raises. Rules that need values (`check_slopes`, `check_values`) stand
-apart, for front ends that cannot read them cheaply. `fill` says what is meant by what a call leaves open.
+A front end makes a `Request` of its arrays and options, and describes the arrays by shape, dtype
+name and device; `check` answers with the sizes of the call or raises. Rules that need values
+(`check_slopes`, `check_values`) stand apart, for front ends that cannot read them cheaply. `fill`
+says what is meant by what a call leaves open.
 
-To add an argument to attention: here a field of `Request` with its rule, a field of `Problem` that says whether a call
-asks for it, and what `fill` makes of it; in `_dispatch` a field of `Abilities`, and in `lacks` why an implementation
-without it cannot run; the signature of each front end (`functional.py`, `definition.py`), the field of its `Inputs`,
-and one implementation that has it (begin with `dense`); cases in tests/support/cases.py and truth.py.
+To add an argument to attention: here a field of `Request` with its rule, a field of `Problem` that
+says whether a call asks for it, and what `fill` makes of it; in `_dispatch` a field of
+`Abilities`, and in `lacks` why an implementation without it cannot run; the signature of each
+front end (`functional.py`, `definition.py`), the field of its `Inputs`, and one implementation
+that has it (begin with `dense`); cases in tests/support/cases.py and truth.py.
 """
 
 import difflib
@@ -39,7 +41,7 @@ TOLERANCE = {
 
 LARGEST_START = 2**30
 
-# Positions differ by what matters, however large they are: 16 bits cannot tell them apart, nor float64 beyond 2^53.
+# 16 bits cannot tell far positions apart, nor can float64 beyond 2^53.
 POSITION_TYPES = (
     "float32",
     "float64",
@@ -77,7 +79,9 @@ OTHER_NAMES = {
     "cache_seqlens": "say key_range, [[0, filled], ...]",
     "return_attn_probs": "say return_lse, and call attention_weights for the weights",
     "need_weights": "call attention_weights for the weights",
-    "key_value_seq_lengths": "say key_range, [[0, length], ...], and where padding stands on the right query_start=zeros",
+    "key_value_seq_lengths": (
+        "say key_range, [[0, length], ...], and where padding is on the right query_start=zeros"
+    ),
     "query_seq_lengths": "queries beyond a length may stay: leave their rows out of the loss",
     "return_residual": "say return_lse",
     **dict.fromkeys(
@@ -111,10 +115,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Request(NamedTuple, Generic[A]):
-    """What a call of attention asks for: its arrays, as a front end has or describes them, and its options.
-
-    Every front end takes some of these arguments, and all by these names.
-    """
+    """The arrays of a call, as a front end has or describes them, and its options."""
 
     q: A
     k: A
@@ -139,10 +140,7 @@ ARRAYS = tuple(name for name in Request._fields if name not in NUMBERS)
 
 
 def takes(options: type) -> Callable[[F], F]:
-    """Show the keywords of a TypedDict in the signature of a function that takes them as **options.
-
-    Their defaults are those of `Request`. What else is among its options a function leaves to `refuse_unknown`.
-    """
+    """Show keywords of a TypedDict, with the defaults of `Request`, in a function's signature."""
 
     def show(function: F) -> F:
         own = inspect.signature(function)
@@ -166,7 +164,7 @@ def takes(options: type) -> Callable[[F], F]:
 
 @dataclass(frozen=True)
 class Problem:
-    """What one call of attention asks for, without its arrays: sizes by their letter (DESIGN section 1), and options."""
+    """A call without its arrays: sizes by their letter (DESIGN section 1), and options."""
 
     B: int
     H: int
@@ -199,7 +197,7 @@ class Problem:
 
 
 def check(function: str, request: Request[Any], layout: str = "BHTD", **asked: bool) -> Problem:
-    """Return the problem that arrays of this layout pose, or raise for the first rule that they break."""
+    """Return the problem that arrays of this layout pose, or raise for the first broken rule."""
     q: Described = request.q
     k: Described = request.k
     v: Described = request.v
@@ -210,7 +208,8 @@ def check(function: str, request: Request[Any], layout: str = "BHTD", **asked: b
         if len(array.shape) != 4:
             axes = f"[{', '.join(layout)}]: {LAYOUTS[layout]}"
             raise ValueError(
-                f"{function}: {name} must have 4 axes, {axes}, got {array}{_missing_axes(name, array, layout)}"
+                f"{function}: {name} must have 4 axes, {axes}, got {array}"
+                f"{_missing_axes(name, array, layout)}"
             )
         if array.dtype not in FLOATS:
             raise TypeError(f"{function}: {name} must be one of {FLOATS}, got {array.dtype}")
@@ -224,7 +223,8 @@ def check(function: str, request: Request[Any], layout: str = "BHTD", **asked: b
     for name, array in (("k", k), ("v", v)):
         if array.shape[0] != B:
             raise ValueError(
-                f"{function}: {name} has batch {array.shape[0]} but q has {B} ({name} {array}, q {q})"
+                f"{function}: {name} has batch {array.shape[0]} but q has {B}"
+                f" ({name} {array}, q {q})"
             )
     if k_heads != G:
         raise ValueError(f"{function}: k has {k_heads} heads but v has {G} (k {k}, v {v})")
@@ -236,12 +236,13 @@ def check(function: str, request: Request[Any], layout: str = "BHTD", **asked: b
         raise ValueError(f"{function}: the head size must be at least 1, got 0 (q {q}, k {k})")
     if (H % G if G else H) != 0:
         raise ValueError(
-            f"{function}: q has {H} heads, which is no multiple of the {G} of k and v (q {q}, k {k},"
-            f" read as {LAYOUTS[layout]})"
+            f"{function}: q has {H} heads, which is no multiple of the {G} of k and v"
+            f" (q {q}, k {k}, read as {LAYOUTS[layout]})"
         )
     if causal and request.right_slopes is not None:
         raise ValueError(
-            f"{function}: right_slopes contradicts causal=True, which hides that side; pass causal=False"
+            f"{function}: right_slopes contradicts causal=True, which hides that side;"
+            " pass causal=False"
         )
     for name in ("slopes", "right_slopes"):
         slope = getattr(request, name)
@@ -291,7 +292,7 @@ _GIVEN = ("key_range", "query_start", "mask", "positions", "query_positions")
 
 
 def check_slopes(function: str, request: Request[A], read: Callable[[A], Any]) -> None:
-    """Check the values of the slopes of both sides that `read` gives: it answers None where they are not known."""
+    """Check the values of slopes; `read` answers None where they are not known."""
     for name in ("slopes", "right_slopes"):
         slopes = getattr(request, name)
         values = None if slopes is None else read(slopes)
@@ -302,7 +303,7 @@ def check_slopes(function: str, request: Request[A], read: Callable[[A], Any]) -
 def check_values(
     function: str, problem: Problem, request: Request[A], read: Callable[[A], Any], depth: int = 3
 ) -> None:
-    """Check where keys and queries stand, as far as `read` gives the values. depth: calls from the user's line to here."""
+    """Check where keys and queries stand, as far as `read` gives values; depth as in a warning."""
     names = ("positions", "query_positions", "key_range", "query_start")
     given = [getattr(request, name) for name in names]
     known = [None if x is None else read(x) for x in given]
@@ -322,7 +323,7 @@ def fill(
     broadcast_to: Callable[[Any, tuple[int, ...]], Any],
     last_end: Callable[[Any], Any],
 ) -> dict[str, Any]:
-    """A checked call with what it leaves open filled in: what implementations take, but for arrays a front end makes.
+    """A checked call with what it leaves open filled in, but for arrays that a front end makes.
 
     Args:
         default_slopes: Of a call that names none.
@@ -372,10 +373,11 @@ def _missing_axes(name: str, array: Described, layout: str) -> str:
 
 
 def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: str) -> None:
-    """A mask holds truth values, or numbers that are added, broadcasts to [B, H, T, S], and lies where q does."""
+    """A mask, of bool or numbers to add, broadcasts to [B, H, T, S] and lies where q does."""
     if mask.dtype != "bool" and mask.dtype not in FLOATS:
         raise TypeError(
-            f"{function}: mask must hold bool, True for what takes part, or floating-point numbers that are added"
+            f"{function}: mask must hold bool, True for what takes part, or floating-point"
+            " numbers that are added"
             f" to the scores, got {mask.dtype}"
         )
     own = mask.shape
@@ -390,16 +392,18 @@ def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: s
 def _check_positions(
     function: str, name: str, array: Described, full: tuple[int, ...], device: str
 ) -> None:
-    """Positions are those of all heads and rows, or shared by heads or by all, in a type that is fine enough, and lie where q does."""
+    """Positions are [n], [B, n] or [B, H, n], of a type fine enough, and lie where q does."""
     if array.dtype not in POSITION_TYPES:
         raise TypeError(
-            f"{function}: {name} must be float32, float64 or integers, which tell far positions apart, got {array.dtype}"
+            f"{function}: {name} must be float32, float64 or integers, which tell far positions"
+            f" apart, got {array.dtype}"
         )
     B, H, n = full
     if not has_shape(array, (n,), (1, n), (B, n), (1, H, n), full):
         last = "S" if name == "positions" else "T"
         raise ValueError(
-            f"{function}: {name} must have shape [{last}] = {[n]}, [B, {last}] = {[B, n]} or [B, H, {last}] = {[B, H, n]},"
+            f"{function}: {name} must have shape [{last}] = {[n]}, [B, {last}] = {[B, n]}"
+            f" or [B, H, {last}] = {[B, H, n]},"
             f" got {array}"
         )
     if array.device != device:
@@ -407,7 +411,7 @@ def _check_positions(
 
 
 def has_shape(array: Any, *allowed: tuple[int, ...]) -> bool:
-    """Whether an array has one of these shapes; entry by entry, as a compiler's symbols are compared."""
+    """Whether an array has one of these shapes; compared entry by entry, as symbols must be."""
     return any(
         len(array.shape) == len(shape)
         and all(m == n for m, n in zip(array.shape, shape, strict=True))
@@ -434,16 +438,18 @@ def check_placement(
 def check_points(
     function: str, B: int, N: int, points: Any, metric: object, global_tokens: object
 ) -> int:
-    """points is [N, A] or [B, N, A], with A = 1, 2 or 3; return the number of tokens that stand nowhere."""
+    """points is [N, A] or [B, N, A], A = 1, 2 or 3; return how many tokens stand nowhere."""
     if len(points.shape) not in (2, 3) or not has_shape(
         points, (N, points.shape[-1]), (1, N, points.shape[-1]), (B, N, points.shape[-1])
     ):
         raise ValueError(
-            f"{function}: points must have shape [N, A] = [{N}, A] or [B, N, A] = [{B}, {N}, A], got {list(points.shape)}"
+            f"{function}: points must have shape [N, A] = [{N}, A] or [B, N, A] = [{B}, {N}, A],"
+            f" got {list(points.shape)}"
         )
     if points.shape[-1] not in (1, 2, 3):
         raise ValueError(
-            f"{function}: points must have A = 1, 2 or 3 coordinates, got {points.shape[-1]} (points {list(points.shape)})"
+            f"{function}: points must have A = 1, 2 or 3 coordinates,"
+            f" got {points.shape[-1]} (points {list(points.shape)})"
         )
     if metric not in METRICS:
         raise ValueError(f"{function}: metric must be one of {METRICS}, got {metric!r}")
@@ -457,10 +463,7 @@ def check_points(
 
 
 def check_point_values(function: str, points: np.ndarray, first_token: int) -> None:
-    """Coordinates are finite and so small that distances fit float32; integers are exact as float64.
-
-    points is [..., N, A], of the tokens from first_token on.
-    """
+    """Coordinates [..., N, A], from first_token on, are finite and so small that distances are."""
     if points.dtype.kind in "iu":
         # Compared as they are, unsigned ones above 2^63 too.
         bad, rule = (points > 2**53) | (points < -(2**53)), "integers within 2^53"
@@ -472,14 +475,15 @@ def check_point_values(function: str, points: np.ndarray, first_token: int) -> N
         of_row = f" of batch row {row[0]}" if row else ""
         value = points[(*row, token, axis)]
         raise ValueError(
-            f"{function}: points must be {rule}, got {value} in token {token + first_token}{of_row}, axis {axis}"
+            f"{function}: points must be {rule}, got {value} in token {token + first_token}"
+            f"{of_row}, axis {axis}"
         )
 
 
 def refuse_unknown(
     function: str, given: Mapping[str, object], called: Callable[..., object]
 ) -> NoReturn:
-    """Raise for an argument that the function `called` does not have, with the name that it has there."""
+    """Raise for an argument that `called` does not have, with the name that it has there."""
     parameters = inspect.signature(called).parameters.values()
     known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "function"]
     name = next(name for name in given if name not in known)
@@ -500,7 +504,7 @@ def refuse_unknown(
 def warn_of_layout(function: str, problem: Problem, layout: str = "BHTD", depth: int = 3) -> None:
     """Warn where length and heads were evidently given in each other's place.
 
-    It stands apart from `check` because compilers cannot trace a warning. depth: calls from the user's line to here.
+    Apart from `check`, as compilers cannot trace a warning; depth: calls from the user's line.
     """
     H, G, T, S = problem.H, problem.G, problem.T, problem.S
     # Below 128, and with as many queries as heads, both ways to read the axes are common.
@@ -578,7 +582,8 @@ def check_query_start_values(function: str, starts: np.ndarray) -> None:
     bad = np.flatnonzero(np.abs(starts.astype(np.float64)) > LARGEST_START)
     if len(bad):
         raise ValueError(
-            f"{function}: query_start must be within 2^30 of key 0, got {starts[bad[0]]} in batch row {bad[0]}"
+            f"{function}: query_start must be within 2^30 of key 0,"
+            f" got {starts[bad[0]]} in batch row {bad[0]}"
         )
 
 
@@ -591,14 +596,14 @@ def check_position_values(
     starts: np.ndarray | None,
     depth: int = 3,
 ) -> None:
-    """Positions do not fall within a range of keys, and each query stands between the keys before and after it.
+    """Positions do not fall within a range, and a query stands between the keys beside it.
 
-    The shapes are those that `check` allows; None stands for what a call leaves open. depth: calls from the user's line to here.
+    The shapes are those that `check` allows; None stands for what a call leaves open.
     """
     H, G, T, S = problem.H, problem.G, problem.T, problem.S
     positions = np.atleast_2d(positions)
     query_positions = None if query_positions is None else np.atleast_2d(query_positions)
-    # Heads and batch rows that have no range or position of their own are looked at once: [B or 1, H or 1, ...].
+    # What has no range or position of its own is looked at once: [B or 1, H or 1, ...].
     ranges = np.array([[0, S]]) if ranges is None else ranges
     ranges = ranges[:, None] if ranges.ndim == 2 else ranges.repeat(H // max(1, G), axis=1)
     first, end = ranges[..., :1], ranges[..., 1:]
@@ -609,8 +614,8 @@ def check_position_values(
         pairs = inside[..., 1:] & inside[..., :-1]
         for b, h, s in _first(pairs & (known[..., 1:] < known[..., :-1])):
             raise ValueError(
-                f"{function}: positions must not fall, got {known[b, h, s + 1]} after {known[b, h, s]}"
-                f" at {_index(positions, b, h, s + 1)}"
+                f"{function}: positions must not fall, got {known[b, h, s + 1]}"
+                f" after {known[b, h, s]} at {_index(positions, b, h, s + 1)}"
             )
         if x.dtype == np.float32:
             _warn_of_alike(function, "positions", known, pairs, depth)
@@ -655,17 +660,18 @@ def _warn_of_alike(
     used: npt.NDArray[np.bool_] | np.bool_,
     depth: int,
 ) -> None:
-    """Warn where float32 has evidently made one of different stamps: neighbours that are alike, where it counts in steps of 2 and more."""
+    """Warn where float32 has evidently made one of different stamps: alike beyond 2^24."""
     for b, h, i in _first(used & (x[..., 1:] == x[..., :-1]) & (np.abs(x[..., 1:]) > 2**24)):
         warnings.warn(
-            f"{function}: {name} are float32, which rounds to 2 and more beyond 2^24, and neighbours are alike, {x[b, h, i]} both;"
-            " if they were not, give float64 or int64 (to JAX as NumPy arrays), or subtract the first stamp from all before",
+            f"{function}: {name} are float32, which rounds to 2 and more beyond 2^24, and"
+            f" neighbours are alike, {x[b, h, i]} both; if they were not, give float64 or int64"
+            " (to JAX as NumPy arrays), or subtract the first stamp from all before",
             stacklevel=depth + 2,
         )
 
 
 def _in_order(x: np.ndarray) -> bool:
-    """Whether all of [..., n] are numbers within 2^53 of 0 and none falls: one look at each, since a decode step has little time."""
+    """Whether all of [..., n] lie within 2^53 of 0 and none falls; quick, for decode steps."""
     lowest, highest = x[..., :1], x[..., -1:]
     return bool(
         (x[..., 1:] >= x[..., :-1]).all()
@@ -675,20 +681,21 @@ def _in_order(x: np.ndarray) -> bool:
 
 
 def _first(wrong: np.ndarray) -> npt.NDArray[np.int64]:
-    """[1, axes], the index of the first that is wrong; [0, axes] if none is, which costs less to find out."""
+    """[1, axes], the index of the first that is wrong; [0, axes] if none is."""
     return np.argwhere(wrong)[:1] if wrong.any() else np.empty((0, wrong.ndim), np.int64)
 
 
 def _finite(
     function: str, name: str, positions: np.ndarray, used: np.ndarray
 ) -> npt.NDArray[np.float64]:
-    """[B, n] or [B, H, n] -> [B, 1 or H, n] in float64, 0 where not used (which broadcasts); the others lie within 2^53 of 0."""
+    """[B, n] or [B, H, n] -> [B, 1 or H, n], float64, checked; 0 where not used."""
     x = positions[:, None] if positions.ndim == 2 else positions
     known = (x <= LARGEST_POSITION) & (x >= -LARGEST_POSITION)
     for b, h, i in _first(used & ~known):
         where = _index(positions, b, h, i)
         raise ValueError(
-            f"{function}: {name} must be numbers within 2^53 of 0, got {positions[tuple(where)]} at {where}"
+            f"{function}: {name} must be numbers within 2^53 of 0,"
+            f" got {positions[tuple(where)]} at {where}"
         )
     return np.where(used, x, 0).astype(np.float64)
 
@@ -700,7 +707,7 @@ def _index(array: np.ndarray, b: int, h: int, i: int) -> list[int]:
 
 
 def check_parts(outs: Sequence[tuple[int, ...]], lses: Sequence[tuple[int, ...]]) -> None:
-    """The shapes of parts to merge: as many outs as lses, [..., T, E] and [..., T], the same for all."""
+    """Parts to merge: as many outs [..., T, E] as lses [..., T], the same shapes for all."""
     if not outs or len(outs) != len(lses):
         raise ValueError(
             f"merge: outs and lses must be as many, at least 1, got {len(outs)} and {len(lses)}"

@@ -52,22 +52,25 @@ def attention(
 ) -> Floats | tuple[Floats, Floats]:
     """Run the compiled core on NumPy arrays: `linbias.attention` at full speed.
 
-    The formula and the corner cases are those of `linbias.attention`. Scores and sums are float64 where q, k or v is float64
-    or integers, and float32 otherwise.
+    The formula and the corner cases are those of `linbias.attention`. Scores and sums are float64
+    where q, k or v is float64 or integers, and float32 otherwise.
 
     Args:
-        q: [..., H, T, D], float16, bfloat16 (of ml_dtypes), float32, float64 or integers, any strides.
+        q: [..., H, T, D], float16, bfloat16 (of ml_dtypes), float32, float64 or integers, any
+            strides.
         k: [..., G, S, D]. H must be a multiple of G.
-        v: [..., G, S, E]. Where the dtypes of q, k and v differ, all are read as float32, or float64 if one of them is.
-        slopes, causal, right_slopes, scale, key_range, query_start, positions, query_positions, return_lse: As for
-            `linbias.attention`.
-        tolerance: Largest share of a row's probability that far keys, never read, may hold together; None means 2^-53,
-            2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16, 0 reads every key.
+        v: [..., G, S, E]. Where the dtypes of q, k and v differ, all are read as float32, or
+            float64 if one of them is.
+        slopes, causal, right_slopes, scale, key_range, query_start, positions, query_positions,
+            return_lse: As for `linbias.attention`.
+        tolerance: Largest share of a row's probability that far keys, never read, may hold
+            together; None means 2^-53, 2^-24, 2^-14 and 2^-12 for float64, float32, float16 and
+            bfloat16, 0 reads every key.
         num_threads: Threads to use, at least 1.
 
     Returns:
-        [..., H, T, E] in the dtype of q (float64 for integers); with return_lse also lse [..., H, T], float32 or
-        float64 like the scores.
+        [..., H, T, E] in the dtype of q (float64 for integers); with return_lse also lse [..., H,
+        T], float32 or float64 like the scores.
 
     Raises:
         TypeError, ValueError: A shape, dtype or value breaks a rule above.
@@ -103,7 +106,7 @@ def attention(
 def _run(
     problem: _request.Problem, request: _request.Request[Array], num_threads: int
 ) -> tuple[Floats, Floats]:
-    """Fill in what a checked call leaves open, and run it: out [B, H, T, E] and lse [B, H, T], wide."""
+    """Fill in what a checked call leaves open, and run it: out and lse, wide."""
     B, H, G, T, S = problem.B, problem.H, problem.G, problem.T, problem.S
     wide = np.dtype(np.float64 if problem.dtype == "float64" else np.float32)
     filled = fill(request, problem)
@@ -168,7 +171,7 @@ def _stand_near(
     ranges: Array,
     place: Array,
 ) -> tuple[Array, Array]:
-    """`linbias.torch.standing.stand_near`: query positions near the keys [B, H, T], and the bias that all keys of a row lack."""
+    """As `linbias.torch.standing.stand_near`: queries near keys, and the bias that rows lack."""
     xq, (first, end) = standing["query_positions"], np.split(ranges, 2, -1)
     left, right = (np.inf if side is None else side[..., None].astype(float) for side in sides)
     before = place < first
@@ -189,7 +192,7 @@ def _computed_in(dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
 
 
 def _readable(array: Array) -> Array:
-    """The array itself where the core can read it: aligned, and with strides of whole elements, the last one 1."""
+    """The array, copied unless it is aligned with strides of whole elements, the last one 1."""
     whole = all(stride % array.itemsize == 0 for stride in array.strides)
     plain = whole and array.strides[-1] == array.itemsize and array.flags.aligned
     return array if plain else np.ascontiguousarray(array)

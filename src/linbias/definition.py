@@ -1,7 +1,7 @@
 """The definition in code: the bias, attention and its gradients in NumPy, float64 inside.
 
-Slow, plain, and the truth that every other implementation is tested against. Axis letters: B batch, T queries,
-S keys, H query heads, G key/value heads, D key size, E value size.
+Slow, plain, and the truth that every other implementation is tested against. Axis letters: B
+batch, T queries, S keys, H query heads, G key/value heads, D key size, E value size.
 """
 
 import math
@@ -18,7 +18,7 @@ from linbias._arrays import Inputs, Options, prepare, split_heads
 
 
 def distances(T: int, S: int, query_start: int | None = None) -> npt.NDArray[np.int64]:
-    """Signed distance from each query back to each key; by default the last query stands at the last key.
+    """Signed distance from each query back to each key; the last query is at the last key.
 
         distances(2, 4)        distances(3, 2)        distances(2, 3, query_start=0)
         [[2, 1, 0, -1],        [[-1, -2],             [[0, -1, -2],
@@ -31,7 +31,8 @@ def distances(T: int, S: int, query_start: int | None = None) -> npt.NDArray[np.
         query_start: Position of query 0; key s stands at position s. None means S - T.
 
     Returns:
-        [T, S], int64: p - s with p = query_start + t. Positive: the key lies to the left of the query.
+        [T, S], int64: p - s with p = query_start + t. Positive: the key lies to the left of the
+        query.
 
     Raises:
         ValueError: T or S is negative.
@@ -65,8 +66,8 @@ def bias(
         slopes: [H] or [B, H], at least 0 or inf: slope towards keys before the query.
         T: Number of queries.
         S: Number of keys.
-        right_slopes: Like slopes: slope towards keys after the query. None means symmetric (the same slopes);
-            `np.inf` (any shape that broadcasts) gives the causal bias.
+        right_slopes: Like slopes: slope towards keys after the query. None means symmetric (the
+            same slopes); `np.inf` (any shape that broadcasts) gives the causal bias.
         query_start: As for `distances`.
 
     Returns:
@@ -81,8 +82,8 @@ def bias(
         >>> bias([0.5], 2, 2, right_slopes=[np.inf]).tolist()
         [[[0.0, -inf], [-0.5, 0.0]]]
 
-    Source: Press, Smith and Lewis, ICLR 2022, section 3; two-sided forms: the discussion of encoder attention in
-    the paper's repository.
+    Source: Press, Smith and Lewis, ICLR 2022, section 3; two-sided forms: the discussion of
+    encoder attention in the paper's repository.
     """
     if unknown:
         _request.refuse_unknown("bias", unknown, bias)
@@ -103,10 +104,10 @@ def bias(
 
 
 def _bias(left: Float64, right: Float64, order: npt.NDArray[np.int64], distance: Array) -> Float64:
-    """Slopes [..., H], and by how many keys and how far each key lies back, [..., H, T, S] -> [..., H, T, S]."""
+    """Slopes [..., H], and by how many keys and how far each key lies back -> [..., H, T, S]."""
     slope = np.where(order >= 0, left[..., None, None], right[..., None, None])
     hidden = np.isinf(slope)  # and inf * 0 would be NaN
-    # Subtracted from 0 to give 0, not -0. A query always sees its own key, and a hidden side begins beside it.
+    # 0 minus, to give 0, not -0. A query sees its own key; a hidden side begins beside it.
     bias = 0.0 - np.where(hidden, 0.0, slope) * np.abs(distance)
     return np.where(hidden & (order != 0), -np.inf, bias)
 
@@ -146,8 +147,8 @@ def attention(
 ) -> Array | tuple[Array, Float64]:
     """Softmax attention whose scores fall linearly with distance (ALiBi).
 
-    Key s stands at position s, and query t at p = query_start + t; by default the last query stands at the last
-    key, p = t + S - T:
+    Key s stands at position s, and query t at p = query_start + t; by default the last query
+    stands at the last key, p = t + S - T:
 
         score[t, s] = scale * (q[t] . k[s]) - slope       * (p - s)    for s <= p
         score[t, s] = scale * (q[t] . k[s]) - right_slope * (s - p)    for s >  p
@@ -160,12 +161,13 @@ def attention(
                        x .
                        x x
 
-    A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
-    h // (H // G). Everything is computed in float64.
+    A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value
+    head h // (H // G). Everything is computed in float64.
 
-    With positions, key s stands at x[s] and query t at xq[t] = x[p]: the distances p - s and s - p become xq[t] - x[s] and
-    x[s] - xq[t], for time stamps, or the sums of -log of forget gates (slopes 1). Which side a key is on, and what is
-    hidden, goes by order alone, also among keys at one place.
+    With positions, key s stands at x[s] and query t at xq[t] = x[p]: the distances p - s and s - p
+    become xq[t] - x[s] and x[s] - xq[t], for time stamps, or the sums of -log of forget gates
+    (slopes 1). Which side a key is on, and what is hidden, goes by order alone, also among keys at
+    one place.
 
     Args:
         q: [..., H, T, D], any real dtype; leading axes are batch axes (none, one or more).
@@ -173,27 +175,31 @@ def attention(
         v: [..., G, S, E].
         slopes: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys.
             None means `slopes(H)`; zeros mean no bias.
-        causal: Hide the keys after the query. With False and right_slopes=None the bias is symmetric.
+        causal: Hide the keys after the query. With False and right_slopes=None the bias is
+            symmetric.
         right_slopes: Like slopes: slope towards later keys; needs causal=False.
         scale: Factor on q . k. None means D ** -0.5.
-        key_range: [..., 2] or [..., G, 2], integers: first and one past last key of each batch row, or of each of
-            its key/value heads; keys outside are never used, whatever they hold.
-        query_start: [...], integers: the position of query 0 of each batch row, before the keys or beyond them too.
-            None: the last query stands at the last key of the range (where heads have their own, of that which ends last).
-        mask: Broadcasts to [..., H, T, S]. Bool: True takes part; keys that it hides must still be finite. Floating point,
-            below inf: added to the scores, -inf hides.
+        key_range: [..., 2] or [..., G, 2], integers: first and one past last key of each batch
+            row, or of each of its key/value heads; keys outside are never used, whatever they
+            hold.
+        query_start: [...], integers: the position of query 0 of each batch row, before the keys or
+            beyond them too. None: the last query stands at the last key of the range (where heads
+            have their own, of that which ends last).
+        mask: Broadcasts to [..., H, T, S]. Bool: True takes part; keys that it hides must still be
+            finite. Floating point, below inf: added to the scores, -inf hides.
         positions: [..., S] or [..., H, S], or [S] for all batch rows, float32, float64
-            or integers within 2^53 of 0, never falling within the range of keys: where keys stand; outside the range they may be
-            anything. None: key s at s.
-        query_positions: [..., T], [..., H, T] or [T], likewise, each between those of the keys before and after it: where queries
-            stand. None: at key p, 0 <= p < S, or the nearest to it within the range.
-        num_heads: H, where the heads lie side by side in the last axis: q [..., T, H * D], k [..., S, G * D] and
-            v [..., S, G * E].
+            or integers within 2^53 of 0, never falling within the range of keys: where keys stand;
+            outside the range they may be anything. None: key s at s.
+        query_positions: [..., T], [..., H, T] or [T], likewise, each between those of the keys
+            before and after it: where queries stand. None: at key p, 0 <= p < S, or the nearest to
+            it within the range.
+        num_heads: H, where the heads lie side by side in the last axis: q [..., T, H * D], k [...,
+            S, G * D] and v [..., S, G * E].
         return_lse: Also return lse.
 
     Returns:
-        [..., H, T, E], or [..., T, H * E] with num_heads, in the dtype of q (float64 for integers); with return_lse also
-        lse [..., H, T], float64.
+        [..., H, T, E], or [..., T, H * E] with num_heads, in the dtype of q (float64 for
+        integers); with return_lse also lse [..., H, T], float64.
 
     Raises:
         TypeError, ValueError: A shape, dtype or value breaks a rule above.
@@ -276,15 +282,18 @@ def attention_backward(
 
         dscore = P * (dP - sum(dout * out) + dlse)
         dq = scale * dscore k      dk = scale * dscore^T q      dv = P^T dout
-        dslopes = -sum dscore * (p - s) over s < p,   dright_slopes = -sum dscore * (s - p) over s > p
+        dslopes       = -sum dscore * (p - s) over s < p
+        dright_slopes = -sum dscore * (s - p) over s > p
 
-    With positions these have their distances, and a key pulls at the two places that its distance lies between:
+    With positions these have their distances, and a key pulls at the two places that its distance
+    lies between:
 
-        dx[s] = sum pull,   dxq[t] = -sum pull,   pull = slope * dscore for s <= p, -right_slope * dscore for s > p
+        dx[s] = sum pull,   dxq[t] = -sum pull
+        pull = slope * dscore for s <= p, -right_slope * dscore for s > p
 
-    where dxq[t] is part of dx at the key of query t, unless query_positions are given. The gradient of an infinite
-    slope is 0. With causal=False and right_slopes=None, the one slope of both sides has the gradient
-    dslopes + dright_slopes.
+    where dxq[t] is part of dx at the key of query t, unless query_positions are given. The
+    gradient of an infinite slope is 0. With causal=False and right_slopes=None, the one slope of
+    both sides has the gradient dslopes + dright_slopes.
 
     Args:
         dout: [..., H, T, E], gradient of the loss with respect to the output.
@@ -295,7 +304,8 @@ def attention_backward(
         dq, dk, dv, dslopes, dright_slopes, dpositions, dquery_positions.
 
     Raises:
-        TypeError, ValueError: As `attention`; or dout or dlse has another shape than the output or lse.
+        TypeError, ValueError: As `attention`; or dout or dlse has another shape than the output or
+            lse.
 
     Example:
         >>> q = k = v = np.ones((1, 2, 1))
@@ -316,8 +326,8 @@ def attention_backward(
     steps = compute(inputs)
     dout = np.asarray(dout, np.float64).reshape(steps.output.shape)
     dlse = 0.0 if dlse is None else np.asarray(dlse, np.float64).reshape(steps.lse.shape)
-    # A weight can only grow at the cost of the others in its row, so what counts is by how much dout . v of a key
-    # exceeds the row's mean, which is dout . out.
+    # A weight can only grow at the cost of the others in its row, so what counts is by how much
+    # dout . v of a key exceeds the row's mean, which is dout . out.
     delta = (dout * steps.output).sum(-1) - dlse
     dweight = dout @ inputs.per_query_head(inputs.v).swapaxes(-1, -2)
     dscore = steps.weights * (dweight - delta[..., None])
@@ -362,12 +372,12 @@ def _position_gradients(
 
 
 def merge(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike]) -> tuple[Array, Float64]:
-    """Merge attention over parts of the keys, such as the shards of a long sequence, into that over all of them.
+    """Merge attention over parts of the keys, as of a long sequence, into that over all.
 
         lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
 
-    The parts are what `attention(..., return_lse=True)` gives for the same queries and disjoint sets of keys. A row
-    that sees no key stays a row of zeros with lse = -inf.
+    The parts are what `attention(..., return_lse=True)` gives for the same queries and disjoint
+    sets of keys. A row that sees no key stays a row of zeros with lse = -inf.
 
     Args:
         outs: Arrays [..., T, E], one for each part.
@@ -413,21 +423,25 @@ class Steps(NamedTuple):
 
 def compute(inputs: Inputs) -> Steps:
     """Attention as the formulas say it."""
-    # One number for each pair of a query and a key: how well what one asks for meets what the other offers.
+    # One number for each pair of a query and a key: how well what one asks for meets what the
+    # other offers.
     raw = inputs.q @ inputs.per_query_head(inputs.k).swapaxes(-1, -2)
     scaled = inputs.scale * raw
-    # The only step that linear biases add: -slope * distance, and -inf where a key is hidden, whatever its product is.
+    # The only step that linear biases add: -slope * distance, and -inf where a key is hidden,
+    # whatever its product is.
     bias = _bias(inputs.left, inputs.right, inputs.order, inputs.distance) + inputs.added
     bias = np.where(inputs.hidden, -np.inf, np.broadcast_to(bias, raw.shape))
     scores = np.where(np.isneginf(bias), -np.inf, scaled + bias)
-    # Softmax. Taking the row's maximum off first changes no ratio, and no exponential can overflow.
-    # An empty row has no maximum; any finite pivot gives it weights and a sum of exactly 0.
+    # Softmax. Taking the row's maximum off first changes no ratio, and no exponential can
+    # overflow. An empty row has no maximum; any finite pivot gives it weights and a sum of exactly
+    # 0.
     row_max = scores.max(-1, keepdims=True, initial=-np.inf)
     pivot = np.where(np.isneginf(row_max), 0.0, row_max)
     unnormalised = np.exp(scores - pivot)
     row_sum = unnormalised.sum(-1, keepdims=True)
     weights = unnormalised / np.where(row_sum == 0, 1.0, row_sum)
-    # The log of the sum, which merges results over parts of the keys, and the mean of the values under the weights.
+    # The log of the sum, which merges results over parts of the keys, and the mean of the values
+    # under the weights.
     with np.errstate(divide="ignore"):
         lse = (pivot + np.log(row_sum))[..., 0]
     output = weights @ inputs.per_query_head(inputs.v)

@@ -1,24 +1,30 @@
-"""The position methods, one record each, which models, commands, reports, plots and the explorer read.
+"""The position methods, one record each, which models, commands, reports, plots and the explorer
+read.
 
-This module imports nothing of the package, so that the command line and the explorer can name the methods without
-loading PyTorch; the classes are in `linbias.models`.
+This module imports nothing of the package, so that the command line and the explorer can name the
+methods without loading PyTorch; the classes are in `linbias.models`.
 
-To add a method: a class in `linbias/models/decoder/positions.py` (for encoders alone in `bidirectional.py`; one whose layers learn the steps
-between tokens is a `Stepped` one), with the paper that it comes from; a record here; what it computes, restated in plain code,
-in the test of every method that asks for it: tests/models/test_models_positions.py, tests/models/test_models_bidirectional.py (`added`),
-tests/models/test_models_steps.py. All other tests of methods read the records.
+To add a method: a class in `linbias/models/decoder/positions.py` (for encoders alone in
+`bidirectional.py`; one whose layers learn the steps between tokens is a `Stepped` one), with the
+paper that it comes from; a record here; what it computes, restated in plain code, in the test of
+every method that asks for it: tests/models/test_models_positions.py,
+tests/models/test_models_bidirectional.py (`added`), tests/models/test_models_steps.py. All other
+tests of methods read the records.
 
-Every method has one colour for light and one for dark pages. They were chosen by search so that each stands out from
-the page, and so that readers with any of the three kinds of colour blindness can tell apart those that share a chart
-(tests/core/test_methods.py measures both). ALiBi and its symmetric form for encoders never share one.
+Every method has one colour for light and one for dark pages. They were chosen by search so that
+each stands out from the page, and so that readers with any of the three kinds of colour blindness
+can tell apart those that share a chart (tests/core/test_methods.py measures both). ALiBi and its
+symmetric form for encoders never share one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 DECODER, ENCODER, PAPER = "decoder", "encoder", "paper"
-# The colours of attention weights and of the bias wherever they are drawn, on a light page and on a dark one.
+# The colours of attention weights and of the bias wherever they are drawn, on a light page and on
+# a dark one.
 WEIGHTS = ("#b3401b", "#f08a5d")
 BIAS = ("#66707d", "#98a1ae")
 
@@ -51,25 +57,60 @@ class Method:
     even: str | None = None
 
 
+_decoder = partial(Method, models=(DECODER,))
+_sloped = partial(Method, models=(ENCODER,), linear=True)
+
 METHODS = {
     method.name: method
     for method in (
-        Method("alibi", "ALiBi", "#24406F", "#6CAAFA", "positions.Alibi", (DECODER, PAPER), linear=True),
-        Method("forget", "forget gates", "#964FFE", "#7246E5", "positions.Forget", (DECODER,)),
-        Method("cable", "CABLE, no weights", "#BF090A", "#A24E37", "positions.Cable", (DECODER,)),
-        Method("symmetric", "symmetric", "#24406F", "#6CAAFA", "bidirectional.Sloped", (ENCODER,), linear=True),
-        Method("directional", "directional", "#7E6DE9", "#9C70F9", "bidirectional.Directional", (ENCODER,), linear=True, even="num_attention_heads"),
-        Method("asymmetric", "asymmetric, learned", "#0E7776", "#42DAD2", "bidirectional.Asymmetric", (ENCODER,), linear=True),
-        Method("random", "random, fixed", "#961737", "#D55B7F", "bidirectional.RandomSlopes", (ENCODER,), linear=True),
-        Method("littlebird", "LittleBird's", "#777417", "#BFD446", "bidirectional.LittleBird", (ENCODER,), linear=True),
-        Method("window", "local window", "#209BBE", "#4A90B6", "bidirectional.LocalWindow", (ENCODER,), linear=True),
-        Method("sinusoidal", "sinusoidal", "#81050D", "#BB7A54", "positions.Sinusoidal", even="hidden_size"),
-        Method("learned", "learned table", "#AD41AD", "#F6B8EB", "positions.Learned", (DECODER, ENCODER), has_table=True),
+        Method(
+            "alibi",
+            "ALiBi",
+            "#24406F",
+            "#6CAAFA",
+            "positions.Alibi",
+            models=(DECODER, PAPER),
+            linear=True,
+        ),
+        _decoder("forget", "forget gates", "#964FFE", "#7246E5", "positions.Forget"),
+        _decoder("cable", "CABLE, no weights", "#BF090A", "#A24E37", "positions.Cable"),
+        _sloped("symmetric", "symmetric", "#24406F", "#6CAAFA", "bidirectional.Sloped"),
+        _sloped(
+            "directional",
+            "directional",
+            "#7E6DE9",
+            "#9C70F9",
+            "bidirectional.Directional",
+            even="num_attention_heads",
+        ),
+        _sloped(
+            "asymmetric", "asymmetric, learned", "#0E7776", "#42DAD2", "bidirectional.Asymmetric"
+        ),
+        _sloped("random", "random, fixed", "#961737", "#D55B7F", "bidirectional.RandomSlopes"),
+        _sloped("littlebird", "LittleBird's", "#777417", "#BFD446", "bidirectional.LittleBird"),
+        _sloped("window", "local window", "#209BBE", "#4A90B6", "bidirectional.LocalWindow"),
+        Method(
+            "sinusoidal",
+            "sinusoidal",
+            "#81050D",
+            "#BB7A54",
+            "positions.Sinusoidal",
+            even="hidden_size",
+        ),
+        Method(
+            "learned",
+            "learned table",
+            "#AD41AD",
+            "#F6B8EB",
+            "positions.Learned",
+            models=(DECODER, ENCODER),
+            has_table=True,
+        ),
         Method("rotary", "rotary", "#088B68", "#62F7A2", "positions.Rotary", even="head_size"),
         Method("t5", "T5 bias", "#B08708", "#C8A038", "positions.T5"),
         Method("none", "no positions", "#556058", "#AEADB2", "positions.Position"),
     )
-}  # fmt: skip
+}
 
 
 def methods_of(model: str) -> tuple[str, ...]:

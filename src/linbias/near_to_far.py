@@ -1,18 +1,20 @@
 """Near to far: attention that reads the nearest keys first and stops when the rest cannot matter.
 
-This is the project's idea, written to be read; `linbias.attention` is the definition that it must equal. A far key
-loses slope * distance before softmax, so that for a steep head almost all keys weigh less than rounding. Which ones
-do is known before they are read, from two facts:
+This is the project's idea, written to be read; `linbias.attention` is the definition that it must
+equal. A far key loses slope * distance before softmax, so that for a steep head almost all keys
+weigh less than rounding. Which ones do is known before they are read, from two facts:
 
-    a score is bounded      score <= most(q) - slope * distance                         (Cauchy and Schwarz)
-    a sum is bounded        sum over all keys from distance d outwards of exp(score)
-                            <= exp(most - slope * d) * min(number of keys, 1 / (1 - exp(-slope)))    (geometric)
+    a score is bounded   (Cauchy and Schwarz)   score <= most(q) - slope * distance
+    a sum is bounded     (a geometric series)   sum of exp(score) over all keys from distance d on
+        <= exp(most - slope * d) * min(number of keys, 1 / (1 - exp(-slope)))
 
-A tile of query rows visits blocks of keys from the nearest outwards and keeps the running sum of exp(score) of each
-row. It stops reading a side when the second bound is at most `tolerance` times that sum, for all rows: what it never reads
-then holds at most `tolerance` of any row's probability. Where keys stand at positions of their own, the sum of
-exp(-slope * distance) is no geometric series, but one scan over the keys has it (`log_sums`). docs/math.md has the proof, and what rounding adds to it. The
-kernels have cheaper and tighter bounds of their own; their tests compare what they leave unread with this module.
+A tile of query rows visits blocks of keys from the nearest outwards and keeps the running sum of
+exp(score) of each row. It stops reading a side when the second bound is at most `tolerance` times
+that sum, for all rows: what it never reads then holds at most `tolerance` of any row's
+probability. Where keys stand at positions of their own, the sum of exp(-slope * distance) is no
+geometric series, but one scan over the keys has it (`log_sums`). docs/math.md has the proof, and
+what rounding adds to it. The kernels have cheaper and tighter bounds of their own; their tests
+compare what they leave unread with this module.
 """
 
 import math
@@ -33,9 +35,11 @@ LEFT, RIGHT = 0, 1
 
 
 def _attend(rows: "_Rows", tolerance: float, size: int) -> tuple[Float64, Float64, "Tile"]:
-    """One tile: the online softmax over blocks from near to far, each side until its bound is low enough."""
-    # acc and row_sum are sums of exp(score - row_max), with the values and without. A larger score than any before
-    # makes all earlier terms smaller, by the same factor.
+    """One tile: the online softmax over blocks from near to far, each side until its bound is low
+    enough.
+    """
+    # acc and row_sum are sums of exp(score - row_max), with the values and without. A larger score
+    # than any before makes all earlier terms smaller, by the same factor.
     (low, high), outwards = rows.blocks(size)
     acc = np.zeros((len(rows.q), rows.v.shape[1]))
     row_max, row_sum = np.full(len(rows.q), -np.inf), np.zeros(len(rows.q))
@@ -49,14 +53,16 @@ def _attend(rows: "_Rows", tolerance: float, size: int) -> tuple[Float64, Float6
         acc = acc * shrink[:, None] + weights @ rows.v[first:end]
         row_max, row_sum = new_max, row_sum * shrink + weights.sum(1)
 
-    # The keys at the rows' own positions come first: with them there is a sum that a bound can be compared with.
+    # The keys at the rows' own positions come first: with them there is a sum that a bound can be
+    # compared with.
     read(low, high)
     tile = Tile(rows.first_row, low, high)
     open_sides = [not math.isinf(slope) for slope in rows.slopes]
     share = tolerance / 2 if all(open_sides) else tolerance
     largest = rows.largest_scores()
-    # Then the blocks beyond. `tail` is the log of the most that this block and all beyond it can hold, `bound` the same
-    # as a share of what the row has already, for the row of the tile that they matter most to.
+    # Then the blocks beyond. `tail` is the log of the most that this block and all beyond it can
+    # hold, `bound` the same as a share of what the row has already, for the row of the tile that
+    # they matter most to.
     for side, first, end in outwards:
         if not open_sides[side]:
             continue
@@ -65,7 +71,8 @@ def _attend(rows: "_Rows", tolerance: float, size: int) -> tuple[Float64, Float6
         # A row without keys yet: inf or nan, never a reason to stop.
         with np.errstate(divide="ignore", invalid="ignore"):
             bound = (tail - row_max - np.log(row_sum)).max(initial=-np.inf)
-        # So little can be left; and as `tail` falls on the way outwards, none of the keys beyond has to be looked at.
+        # So little can be left; and as `tail` falls on the way outwards, none of the keys beyond
+        # has to be looked at.
         stop = rows.slopes[side] > 0 and share > 0 and bound <= math.log(share)
         open_sides[side] = not stop
         tile.steps.append(
@@ -74,7 +81,8 @@ def _attend(rows: "_Rows", tolerance: float, size: int) -> tuple[Float64, Float6
         if not stop:
             read(first, end)
             tile.first, tile.end = min(tile.first, first), max(tile.end, end)
-    # Divided by their sum the weights are a softmax over the keys that were read. A row that saw none gives zeros.
+    # Divided by their sum the weights are a softmax over the keys that were read. A row that saw
+    # none gives zeros.
     tile.first, tile.end = tile.first + rows.first_key, tile.end + rows.first_key
     seen = np.where(row_sum == 0, 1.0, row_sum)
     lse = np.where(row_sum == 0, -np.inf, row_max + np.log(seen))
@@ -97,7 +105,8 @@ def attention(
 
     Args:
         q, k, v, slopes, options: As for `linbias.attention`.
-        tolerance: Largest share of a row's probability that the keys never read may hold together; 0 reads all.
+        tolerance: Largest share of a row's probability that the keys never read may hold together;
+            0 reads all.
         rows: Query rows of a tile.
         keys: Keys of a block.
 
@@ -105,7 +114,8 @@ def attention(
         out and lse as `linbias.attention`, and the tiles of every head.
 
     Raises:
-        TypeError, ValueError: As `linbias.attention`; or tolerance is not in [0, 1), or rows or keys is below 1.
+        TypeError, ValueError: As `linbias.attention`; or tolerance is not in [0, 1), or rows or
+            keys is below 1.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -142,13 +152,16 @@ class Step(NamedTuple):
     side: int  # LEFT or RIGHT
     first: int  # the keys of the block: first .. end - 1
     end: int
-    bound: float  # log of the most that these keys and all beyond them may hold, of the row they matter most to
+    # log of the most that these keys and all beyond them may hold, of the row they matter most to
+    bound: float
     read: bool
 
 
 @dataclass
 class Tile:
-    """Query rows `first_row` .. `first_row` + rows - 1 of one head: the keys they read, and why they stopped."""
+    """Query rows `first_row` .. `first_row` + rows - 1 of one head: the keys they read, and why
+    they stopped.
+    """
 
     first_row: int
     first: int = 0  # the keys that were read: first .. end - 1
@@ -171,14 +184,10 @@ class _Rows:
 
     first_row: int
     q: Float64  # [rows, D], times scale
-    order: npt.NDArray[
-        np.int64
-    ]  # [rows], the keys that the rows stand at, counted from the first of the range
+    order: npt.NDArray[np.int64]  # [rows], the keys the rows stand at, from the first of the range
     positions: Array  # [rows], where the rows stand
     key_positions: Array  # [keys of the range]
-    sums: (
-        tuple[Float64, Float64] | None
-    )  # [keys of the range], `log_sums` to the left and to the right
+    sums: tuple[Float64, Float64] | None  # [keys of the range], `log_sums` to each side
     k: Float64  # [keys of the range, D]
     v: Float64
     slopes: tuple[float, float]  # to the left and to the right
@@ -222,7 +231,7 @@ class _Rows:
         return np.where(hidden, -np.inf, self.q @ self.k[first:end].T + bias)
 
     def tail(self, side: int, nearest: int, most: Float64) -> Float64:
-        """[rows]: log of the most that key `nearest` and all beyond it can hold, whose products are at `most` so large."""
+        """[rows]: log of the most that keys from `nearest` on hold, of scores up to `most`."""
         slope = self.slopes[side]
         if self.sums is not None:
             log_sum = self.sums[side][nearest]
@@ -232,10 +241,10 @@ class _Rows:
         return most - slope * np.abs(self.positions - self.key_positions[nearest]) + log_sum
 
     def largest_scores(self) -> tuple[Float64, Float64]:
-        """For LEFT and RIGHT, the score without bias that no key from key s outwards exceeds: [rows, keys].
+        """For each side, the score without bias that no key from s outwards exceeds: [rows, keys].
 
-        q . k = q . c + q . (k - c) <= q . c + |q| |k - c| for any c; c is the mean key. A key or value that is not
-        finite has no bound (nan), and is always read.
+        q . k = q . c + q . (k - c) <= q . c + |q| |k - c| for any c; c is the mean key. A key or
+        value that is not finite has no bound (nan), and is always read.
         """
         center = self.k.mean(0) if len(self.k) else np.zeros(self.k.shape[1])
         radius = _norm(self.k - center) + 0.0 * self.v.sum(1)
@@ -245,7 +254,7 @@ class _Rows:
         return to_left, to_right
 
     def blocks(self, size: int) -> tuple[tuple[int, int], Iterator[tuple[int, int, int]]]:
-        """The keys at the rows' own positions, and the blocks (side, first, end) beyond them, near to far."""
+        """The keys at the rows' own positions, and the blocks beyond them, near to far."""
         S, low, high = len(self.k), int(self.order[0]), int(self.order[-1]) + 1
         low, high = min(max(low, 0), S), min(max(high, 0), S)
 
@@ -263,7 +272,7 @@ class _Rows:
 
 
 def _norm(x: Float64) -> Float64:
-    """The length of [n, size], also where the squares of all entries would vanish or overflow."""
+    """The length of [n, size], also where squares would vanish or overflow."""
     largest = np.abs(x).max(1, initial=0.0)
     with np.errstate(invalid="ignore"):  # nan for entries that are not finite
         unit = x / np.where(largest == 0, 1.0, largest)[:, None]
@@ -271,7 +280,7 @@ def _norm(x: Float64) -> Float64:
 
 
 def _sums(inputs: Inputs) -> tuple[Float64, Float64] | None:
-    """`log_sums` of all heads, [B, H, S], seen to the left and to the right; None where positions are counted."""
+    """`log_sums` of all heads, [B, H, S], to the left and right; None without positions."""
     if inputs.positions is None:
         return None
     shape, inside = inputs.positions.shape[:2], ~inputs.hidden[:, :, 0]
@@ -292,10 +301,11 @@ def window(
     tolerance: float,
     num_keys: float = math.inf,
 ) -> Float64:
-    """Say how far a head can matter at all, from its slope and the norms of its queries and keys alone.
+    """Say how far a head can matter, from its slope and the norms of its queries and keys.
 
-    Scores without bias lie within `b = |scale| q_norm k_norm` of 0, and every query sees its own position. So keys at a
-    distance of the window or more hold at most `tolerance` of any row's probability together, whatever their values:
+    Scores without bias lie within `b = |scale| q_norm k_norm` of 0, and every query sees its own
+    position. So keys at a distance of the window or more hold at most `tolerance` of any row's
+    probability together, whatever their values:
 
         exp(b - slope * window) * min(num_keys, 1 / (1 - exp(-slope))) = tolerance * exp(-b)
 
@@ -307,7 +317,8 @@ def window(
         num_keys: At most so many keys lie that far.
 
     Returns:
-        [...], float64, at least 0. A bidirectional head that drops keys on both sides takes half the tolerance for each.
+        [...], float64, at least 0. A bidirectional head that drops keys on both sides takes half
+        the tolerance for each.
 
     Raises:
         ValueError: slope is negative or nan, or tolerance is not in (0, 1).
@@ -327,7 +338,7 @@ def window(
 
 
 def log_geometric(slope: npt.ArrayLike, num_keys: float) -> Float64:
-    """log min(num_keys, 1 / (1 - exp(-slope))): at most the sum of exp(-slope * i) for i = 0 .. num_keys - 1."""
+    """log min(num_keys, 1 / (1 - exp(-slope))): at most log sum exp(-slope * i), i < num_keys."""
     with np.errstate(divide="ignore"):
         return np.minimum(np.log(num_keys), -np.log(-np.expm1(-np.asarray(slope, np.float64))))
 
@@ -335,9 +346,11 @@ def log_geometric(slope: npt.ArrayLike, num_keys: float) -> Float64:
 def log_sums(
     positions: npt.ArrayLike, slope: npt.ArrayLike, inside: npt.ArrayLike = True
 ) -> Float64:
-    """Log of what keys 0 .. j can weigh together, seen from key j: of the sum of exp(-slope * (x[j] - x[s])) over s <= j.
+    """Log of what keys 0 .. j can weigh together, seen from key j: of the sum of exp(-slope *
+    (x[j] - x[s])) over s <= j.
 
-    Each key but the first has it from the one before: what that saw is further off, and the key itself weighs 1.
+    Each key but the first has it from the one before: what that saw is further off, and the key
+    itself weighs 1.
 
     Args:
         positions: [..., S], x: never falling among keys that count.
@@ -368,11 +381,12 @@ def share_outside(
     slopes: npt.ArrayLike | None = None,
     **options: Unpack[Options],
 ) -> Float64:
-    """Compute the probability that keys outside an interval hold, for every row: what leaving them unread costs.
+    """Compute the probability that keys outside an interval hold: what not reading them costs.
 
     Args:
         q, k, slopes, options: As for `linbias.attention`.
-        first, end: Integers that broadcast with [..., H, T]: the first key, and one past the last, that a row reads.
+        first, end: Integers that broadcast with [..., H, T]: the first key, and one past the last,
+            that a row reads.
 
     Returns:
         [..., H, T], float64.

@@ -1,4 +1,4 @@
-"""The slope schedules: how fast each head's scores fall with distance. The only place they are defined."""
+"""The slope schedules: how fast each head's scores fall with distance."""
 
 import math
 
@@ -9,7 +9,8 @@ SCHEDULES = ("paper", "geometric", "halving", "mpt")
 
 
 def in_words(left: float, right: float = math.inf) -> str:
-    """Label a head by its slopes: fractions where they are some, and a right one only where it differs.
+    """Label a head by its slopes: fractions where they are some, and a right one only where it
+    differs.
 
     Example:
         >>> in_words(0.5), in_words(2**-0.5), in_words(0.25, 0.1), in_words(math.inf, 0.25)
@@ -34,20 +35,21 @@ def slopes(
 ) -> npt.NDArray[np.float64]:
     """Give each head its slope, the score it loses per token of distance.
 
-    | schedule    | slope of head h = 0 .. H-1                     | used by                            |
-    |-------------|------------------------------------------------|------------------------------------|
-    | `paper`     | 2^(-max_bias (h+1) / H) where H is a power of  | the paper, BLOOM, Falcon; CROMA    |
-    |             | two; else the largest such list below H, then  | and TITAN, by distance in a plane  |
-    |             | every second slope of the next larger one      |                                    |
-    | `geometric` | 2^(-max_bias (h+1) / H) for every H            | the Flax exercise                  |
-    | `halving`   | 2^-(h+1)                                       | the book chapter                   |
-    | `mpt`       | the list of the next power of two, every       | MPT (which comes to the same       |
-    |             | second one first, cut to H                     | slopes as `paper`)                 |
+    | schedule    | slope of head h = 0 .. H-1                    | used by                       |
+    |-------------|-----------------------------------------------|-------------------------------|
+    | `paper`     | 2^(-max_bias (h+1) / H) where H is a power of | the paper, BLOOM, Falcon; by  |
+    |             | two; else the largest such list below H, then | distance in a plane CROMA and |
+    |             | every second slope of the next larger one     | TITAN                         |
+    | `geometric` | 2^(-max_bias (h+1) / H) for every H           | the Flax exercise             |
+    | `halving`   | 2^-(h+1)                                      | the book chapter              |
+    | `mpt`       | the list of the next power of two, every      | MPT (which comes to the same  |
+    |             | second one first, cut to H                    | slopes as `paper`)            |
 
     Args:
         num_heads: Number of query heads H, at least 1.
         schedule: One of the names above.
-        max_bias: Exponent of the flattest slope, 2^-max_bias; positive. `halving` does not have one.
+        max_bias: Exponent of the flattest slope, 2^-max_bias; positive. `halving` does not have
+            one.
 
     Returns:
         [H], float64, all positive.
@@ -60,8 +62,8 @@ def slopes(
         >>> slopes(8).tolist()
         [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]
 
-    Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3, and the code of its authors
-    for head counts that are no power of two.
+    Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3, and the code of
+    its authors for head counts that are no power of two.
     """
     if isinstance(num_heads, bool) or not isinstance(num_heads, int | np.integer):
         raise TypeError(f"slopes: num_heads must be an integer, got {num_heads!r}")

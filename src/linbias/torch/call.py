@@ -1,4 +1,4 @@
-"""A call of attention from its arguments to its results: check, fill in what is left open, choose, run."""
+"""A call of attention from its arguments to its results: check, fill in, choose, run."""
 
 import functools
 from collections.abc import Sequence
@@ -32,7 +32,9 @@ def prepare(
     lse: bool = False,
     **options: Any,
 ) -> tuple[Inputs, Problem]:
-    """Check the arguments of a call and fill in what they leave open: what the implementations take."""
+    """Check the arguments of a call and fill in what they leave open: what the implementations
+    take.
+    """
     if torch._C._get_tracing_state() is not None:
         raise NotImplementedError(
             f"{function}: torch.jit.trace, which takes sizes for constants, is not supported;"
@@ -115,7 +117,7 @@ def run(
 
 
 def last_end(key_range: Tensor) -> Tensor:
-    """Where the ranges [B, G, 2] of each batch row end at last: [B], 0 where there are no heads."""
+    """Where the ranges [B, G, 2] of each batch row end at last: [B], 0 without heads."""
     ends = key_range[..., 1]
     return ends.amax(1) if ends.shape[1] else ends.sum(1)
 
@@ -132,7 +134,7 @@ def describe(name: str, array: Any, function: str = "attention") -> Described:
 
 
 def _name(thing: torch.dtype | torch.device) -> str:
-    """What PyTorch calls a dtype or a device; looked up, because building the string takes longer."""
+    """What PyTorch calls a dtype or a device; looked up, which is quicker than building it."""
     if torch.compiler.is_compiling():
         return str(thing).removeprefix("torch.")
     if thing not in _NAMES:
@@ -153,7 +155,7 @@ def _check(function: str, request: Request[Tensor], **asked: Any) -> Problem:
             signatures = [None if x is None else _signature(x) for x in _arrays_of(request)]
             return _kept_check(function, *signatures, *_numbers_of(request), **asked)
         except TypeError:
-            pass  # a wrong kind of argument, to be refused below, or a size that is a symbol, which cannot be a key
+            pass  # a wrong argument, refused below, or a size that is a symbol: no key
     described: Any = {}
     for name in _request.ARRAYS:
         array = getattr(request, name)
@@ -181,7 +183,7 @@ def _kept_check(function: str, *values: Any, **asked: Any) -> Problem:
 def as_slopes(
     function: str, name: str, values: Slopes, dtype: torch.dtype, device: torch.device | None
 ) -> Tensor:
-    """Slopes in the wide dtype; those that are no tensor pass through float64, whatever PyTorch's default dtype."""
+    """Slopes in the wide dtype; those that are no tensor pass through float64."""
     if isinstance(values, Tensor):
         if values.is_complex():
             kind = str(values.dtype).removeprefix("torch.")
@@ -192,8 +194,9 @@ def as_slopes(
     return torch.as_tensor(values, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
-# Values of the slopes that the last call checked, by argument: most calls have those of the one before. PyTorch's count of a
-# tensor's changes will not do: it leaves out those of fused optimizers, and those through `.data`.
+# Values of the slopes that the last call checked, by argument: most calls have those of the one
+# before. PyTorch's count of a tensor's changes will not do: it leaves out those of fused
+# optimizers, and those through `.data`.
 _last_slopes: dict[str, list[Any]] = {}
 
 

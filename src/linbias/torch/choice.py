@@ -10,12 +10,12 @@ from linbias import _dispatch
 from linbias._request import FLOATS, Described, Problem, Request, check
 from linbias.torch.impl import blocked, cpu, dense, sdpa, triton
 
-# In the order in which "auto" asks them. On the CPU, Triton's interpreter can run `triton`, for tests: that comes last.
+# As "auto" asks them. On the CPU `triton` comes last: its interpreter is there for tests.
 IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (triton, cpu, blocked, sdpa, dense)
 _ON_CPU = (cpu, blocked, sdpa, dense, triton)
 _ELSEWHERE = (triton, sdpa, blocked, dense, cpu)
-# Numbers in a bias up to which, away from the CPU, one call of PyTorch's attention is preferred to many small ones: 256 MB.
-# Not measured.
+# Numbers in a bias (256 MB) up to which, away from the CPU, one call of PyTorch's attention is
+# preferred to many small ones; not measured.
 _LARGEST_BIAS = 1 << 26
 
 
@@ -36,12 +36,12 @@ def _goes_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-# What torch.compiler.assume_constant_result does, without loading the compiler, which cannot trace this.
+# As torch.compiler.assume_constant_result, without loading the compiler, which cannot trace this.
 setattr(_goes_to_onnx, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 class Choice(NamedTuple):
-    """What "auto" takes for a call, and what is to be said of every implementation: None for the one that is taken."""
+    """What "auto" takes for a call, and why none of the others (None for the one taken)."""
 
     name: str
     reasons: dict[str, str | None]
@@ -65,7 +65,8 @@ def explain_choice(call: str) -> Choice:
     )
     if match is None or match[6] not in FLOATS:
         raise ValueError(
-            f"doctor: call must be B,H,T,S,D,dtype[,backward] with dtype one of {FLOATS}, got {call!r}"
+            f"doctor: call must be B,H,T,S,D,dtype[,backward] with dtype one of {FLOATS},"
+            f" got {call!r}"
         )
     B, H, T, S, D = map(int, match.groups()[:5])
     q, k = (Described((B, H, n, D), match[6]) for n in (T, S))

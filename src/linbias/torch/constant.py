@@ -1,7 +1,7 @@
 """Slopes that never change, kept on the device that wants them.
 
-A copy from the CPU at every call would wait for the device, and cannot be captured in a CUDA graph; and on the CPU a
-short call would feel it.
+A copy from the CPU at every call would wait for the device, and cannot be captured in a CUDA
+graph; and on the CPU a short call would feel it.
 """
 
 import functools
@@ -44,7 +44,7 @@ def constant(
 def default_slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The slopes of a call that names none: `linbias.slopes(num_heads)`, none for no heads."""
     if torch.compiler.is_compiling():
-        # A compiled program has one number of heads, whatever sizes vary: the length of a range is no symbol.
+        # A compiled program has one number of heads: the length of a range is no symbol.
         num_heads = len(range(num_heads))
         return constant(slopes(num_heads) if num_heads else (), dtype, device)
     return constant(_default_values(num_heads), dtype, device)

@@ -72,8 +72,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention whose scores fall linearly with distance (ALiBi).
 
-    Key s stands at position s, and query t at p = query_start + t; by default the last query stands at the last
-    key, p = t + S - T:
+    Key s stands at position s, and query t at p = query_start + t; by default the last query
+    stands at the last key, p = t + S - T:
 
         score[t, s] = scale * (q[t] . k[s]) - slope       * (p - s)    for s <= p
         score[t, s] = scale * (q[t] . k[s]) - right_slope * (s - p)    for s >  p
@@ -86,58 +86,71 @@ def attention(
                        x .
                        x x
 
-    A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
-    h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
-    Differentiable in q, k, v, slopes, right_slopes and positions, through out and lse; twice, and in forward mode, only by `dense`.
-    Works under `torch.func.grad`, `vjp`, `jacrev` and `vmap`. Under autocast q, k and v are cast as for
-    `scaled_dot_product_attention`. Nested tensors [B, H, lengths, D] of the jagged layout run by `attention_varlen`.
+    A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value
+    head h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype
+    otherwise. Differentiable in q, k, v, slopes, right_slopes and positions, through out and lse;
+    twice, and in forward mode, only by `dense`. Works under `torch.func.grad`, `vjp`, `jacrev` and
+    `vmap`. Under autocast q, k and v are cast as for `scaled_dot_product_attention`. Nested
+    tensors [B, H, lengths, D] of the jagged layout run by `attention_varlen`.
 
-    With positions, key s stands at x[s] and query t at xq[t] = x[p]: the distances p - s and s - p become xq[t] - x[s] and
-    x[s] - xq[t], for time stamps, or the sums of -log of forget gates (slopes 1). Which side a key is on, and what is
-    hidden, goes by order alone, also among keys at one place.
+    With positions, key s stands at x[s] and query t at xq[t] = x[p]: the distances p - s and s - p
+    become xq[t] - x[s] and x[s] - xq[t], for time stamps, or the sums of -log of forget gates
+    (slopes 1). Which side a key is on, and what is hidden, goes by order alone, also among keys at
+    one place.
 
     Args:
         q: [B, H, T, D], float16, bfloat16, float32 or float64, any strides.
         k: [B, G, S, D], dtype and device of q. H must be a multiple of G.
         v: [B, G, S, E], likewise.
-        slopes: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys. A tensor, or anything
-            that makes one. None means `linbias.slopes(H)`; zeros mean no bias. Values are checked on the CPU and
-            in eager mode.
-        causal: Hide the keys after the query. With False and right_slopes=None the bias is symmetric.
+        slopes: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys. A
+            tensor, or anything that makes one. None means `linbias.slopes(H)`; zeros mean no bias.
+            Values are checked on the CPU and in eager mode.
+        causal: Hide the keys after the query. With False and right_slopes=None the bias is
+            symmetric.
         right_slopes: Like slopes: slope towards later keys; needs causal=False.
         scale: Factor on q . k. None means D ** -0.5.
-        key_range: [B, 2] or [B, G, 2], integers: first and one past last key of each batch row, or of each of its
-            key/value heads; keys outside are never used, whatever they hold. For left padding,
-            [[num_padding, S], ...]; for a partly filled cache, [[0, num_filled], ...].
-        query_start: [B], integers: the position of query 0 of each batch row, from -2^30 to 2^30. None: the last query
-            stands at the last key of the range (where heads have their own, of that which ends last). For right padding
-            with T = S, zeros.
-        mask: Broadcasts to [B, H, T, S]. Bool: True takes part; keys that it hides must still be finite. Floating point,
-            below inf: added to the scores, -inf hides; differentiable. Only `sdpa` and `dense` take one, and read all keys.
-        positions: [S] for all batch rows, [B, S] or [B, H, S], where B may be 1: float32, float64 or integers within 2^53 of 0,
-            never falling within the range of keys: where keys stand; outside the range they may be anything. Differences are
-            formed in float64. None: key s at s. Values are checked on the CPU and in eager mode.
-        query_positions: [T], [B, T] or [B, H, T], likewise, each between those of the keys before and after it: where queries
-            stand. None: at key p, 0 <= p < S, or the nearest to it within the range.
-        key_bound: [B, G], floating point: at least the norm of every key in the range; all keys and values must be
-            finite. Decoding then reads the near keys only, instead of every key for its norm. A promise, not checked;
-            an implementation may do without it.
-        dropout: Probability that a weight is dropped, in [0, 1 - 2^-32]; the others are divided by 1 - dropout. lse is
-            that without dropout. Drawn from PyTorch's generator, alike for all implementations but `sdpa`.
-        tolerance: Largest share of a row's probability that far keys, never read, may hold together. None
-            means 2^-53, 2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16; 0 reads every key.
-        implementation: "auto" takes the first that can run the call: `triton` (CUDA), `cpu` (the compiled core) and
-            `blocked` (any device) are near to far, `sdpa` is PyTorch's attention with the bias as its mask, `dense` the whole
-            score matrix. A name is obeyed or refused. `linbias doctor --call` says what "auto" takes, and why.
+        key_range: [B, 2] or [B, G, 2], integers: first and one past last key of each batch row, or
+            of each of its key/value heads; keys outside are never used, whatever they hold. For
+            left padding, [[num_padding, S], ...]; for a partly filled cache, [[0, num_filled],
+            ...].
+        query_start: [B], integers: the position of query 0 of each batch row, from -2^30 to 2^30.
+            None: the last query stands at the last key of the range (where heads have their own,
+            of that which ends last). For right padding with T = S, zeros.
+        mask: Broadcasts to [B, H, T, S]. Bool: True takes part; keys that it hides must still be
+            finite. Floating point, below inf: added to the scores, -inf hides; differentiable.
+            Only `sdpa` and `dense` take one, and read all keys.
+        positions: [S] for all batch rows, [B, S] or [B, H, S], where B may be 1: float32, float64
+            or integers within 2^53 of 0, never falling within the range of keys: where keys stand;
+            outside the range they may be anything. Differences are formed in float64. None: key s
+            at s. Values are checked on the CPU and in eager mode.
+        query_positions: [T], [B, T] or [B, H, T], likewise, each between those of the keys before
+            and after it: where queries stand. None: at key p, 0 <= p < S, or the nearest to it
+            within the range.
+        key_bound: [B, G], floating point: at least the norm of every key in the range; all keys
+            and values must be finite. Decoding then reads the near keys only, instead of every key
+            for its norm. A promise, not checked; an implementation may do without it.
+        dropout: Probability that a weight is dropped, in [0, 1 - 2^-32]; the others are divided by
+            1 - dropout. lse is that without dropout. Drawn from PyTorch's generator, alike for all
+            implementations but `sdpa`.
+        tolerance: Largest share of a row's probability that far keys, never read, may hold
+            together. None means 2^-53, 2^-24, 2^-14 and 2^-12 for float64, float32, float16 and
+            bfloat16; 0 reads every key.
+        implementation: "auto" takes the first that can run the call: `triton` (CUDA), `cpu` (the
+            compiled core) and `blocked` (any device) are near to far, `sdpa` is PyTorch's
+            attention with the bias as its mask, `dense` the whole score matrix. A name is obeyed
+            or refused. `linbias doctor --call` says what "auto" takes, and why.
         return_lse: Also return lse.
 
     Returns:
-        [B, H, T, E] in q's dtype; with return_lse also lse [B, H, T], float32 (float64 for float64 inputs).
+        [B, H, T, E] in q's dtype; with return_lse also lse [B, H, T], float32 (float64 for float64
+        inputs).
 
     Raises:
         TypeError: A wrong dtype or kind of argument.
-        ValueError: A shape, device or value breaks a rule above; the message names argument, rule and value.
-        NotImplementedError: The implementation cannot run this call, or give this derivative; the message says why.
+        ValueError: A shape, device or value breaks a rule above; the message names argument, rule
+            and value.
+        NotImplementedError: The implementation cannot run this call, or give this derivative; the
+            message says why.
 
     Example:
         >>> q = k = v = torch.ones(1, 2, 3, 4)
@@ -164,13 +177,13 @@ def attention(
 def attention_weights(
     q: Tensor, k: Tensor, slopes: Slopes | None = None, **options: Unpack[Weighing]
 ) -> Tensor:
-    """Compute the weights that `attention` gives to each key: softmax(score), the whole matrix, to look at.
+    """Compute the weights that `attention` gives to each key: the whole matrix softmax(score).
 
     Differentiable in q, k, the slopes and positions.
 
     Args:
-        q, k, slopes, causal, right_slopes, scale, key_range, query_start, mask, positions, query_positions: As for
-            `attention`.
+        q, k, slopes, causal, right_slopes, scale, key_range, query_start, mask, positions,
+            query_positions: As for `attention`.
 
     Returns:
         [B, H, T, S], float32 (float64 for float64 inputs). A query that sees no key has zeros.

@@ -1,4 +1,4 @@
-"""What stands in the place of calls over whole sequences while this process has a share of one: `context_parallel.use`."""
+"""What runs calls while this process has a share of a sequence: `context_parallel.use`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,14 +28,14 @@ class SharedSequence(Protocol):
         """Take the numbers of the share's tokens."""
 
 
-# Where checkpoints are recomputed, autograd's threads call attention too: a context variable of the thread that runs the
-# model would not be there, but what PyTorch keeps for a thread goes along. The compiler cannot look there; it sees this list.
+# Recomputing checkpoints, autograd's threads call attention too: they lack context variables, but
+# what PyTorch keeps for a thread goes along. The compiler cannot look there; it sees this list.
 _IN_USE: list[SharedSequence] = []
 _OF_THREAD = "linbias.share"
 
 
 def share_here() -> SharedSequence | None:
-    """The shared sequence that this thread's calls are of, that of the innermost block; None for whole ones."""
+    """The shared sequence of this thread's calls, of the innermost block; None for whole ones."""
     if not _IN_USE or not torch._C._is_key_in_tls(_OF_THREAD):
         return None
     return torch._C._get_obj_in_tls(_OF_THREAD)
@@ -58,6 +58,6 @@ def refuse_share(function: str) -> None:
     """Raise within `context_parallel.use`, where a process has a share of the sequence only."""
     if share_here() is not None:
         raise ValueError(
-            f"{function}: a sequence in pieces on several processes (context_parallel.use) is read by"
-            " linbias.torch.attention alone"
+            f"{function}: a sequence in pieces on several processes (context_parallel.use) is read"
+            " by linbias.torch.attention alone"
         )

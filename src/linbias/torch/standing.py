@@ -1,4 +1,4 @@
-"""Where keys and queries stand that are given positions, and how queries far from all keys lose no digits."""
+"""Where keys and queries with positions stand, and how far queries lose no digits."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from linbias.torch.operators.operator import Inputs
 def stand(
     request: Request[Tensor], problem: Problem, query_start: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Where keys [B, 1 or H, S] and queries [B, 1 or H, T] stand: of what is outside the range, nothing is used."""
+    """Where keys [B, 1 or H, S] and queries [B, 1 or H, T] stand; 0 outside the range."""
     positions, query_positions = request.positions, request.query_positions
     assert positions is not None
     T, S = problem.T, problem.S
@@ -41,9 +41,9 @@ def _of_rows(x: Tensor, B: int) -> Tensor:
 
 
 def stand_near(inputs: Inputs) -> tuple[Inputs, Tensor]:
-    """Move queries that see keys on one side alone to the nearest of these; and the bias that all keys thereby lack, [B, H, T].
+    """Move queries beside all keys to the nearest; and the bias that rows thereby lack, [B, H, T].
 
-    Softmax does not see what all scores of a row have in common, which in a narrow type would round off what they differ by.
+    Softmax does not see what all scores of a row share, but in a narrow type it would cost digits.
     """
     x, xq = inputs.positions, inputs.query_positions
     assert x is not None and xq is not None, "whoever has positions has both"

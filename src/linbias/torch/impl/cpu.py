@@ -57,7 +57,8 @@ attention = operators.attention
 
 
 def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The first and one past the last key that each tile visited, [B, H, tiles] each, and the rows of a tile.
+    """The first and one past the last key that each tile visited, [B, H, tiles] each, and the rows
+    of a tile.
 
     By the formulas that csrc/include/linbias/attention.h gives for `visited`.
     """

@@ -1,8 +1,8 @@
 """Whether a call may run directly, without the operator that stands for it.
 
-An operator is what `torch.compile`, `torch.export`, fake tensors, profilers, and modes and subclasses
-of users can see. Calling one costs about 60 us, and differentiating through it 300 us more: more than all the work
-of a short call. Where nobody looks, implementations run without.
+An operator is what `torch.compile`, `torch.export`, fake tensors, profilers, and modes and
+subclasses of users can see. Calling one costs about 60 us, and differentiating through it 300 us
+more: more than all the work of a short call. Where nobody looks, implementations run without.
 """
 
 import torch
@@ -21,8 +21,9 @@ def _bits(*names: str) -> int:
     return bits
 
 
-# Whatever takes part in a call has a key in the dispatcher, on a tensor (a transform of `torch.func`, a subclass, a lazy
-# negative) or on the thread (a mode, a tracer). These are a plain call's: our operators let autocast pass.
+# Whatever takes part in a call has a key in the dispatcher, on a tensor (a transform of
+# `torch.func`, a subclass, a lazy negative) or on the thread (a mode, a tracer). These are a plain
+# call's: our operators let autocast pass.
 _OTHERS = ~_bits(
     *("CPU", "CUDA", "MPS", "XPU"),
     *("AutogradCPU", "AutogradCUDA", "AutogradMPS", "AutogradXPU"),
@@ -50,7 +51,7 @@ def unobserved(*tensors: Tensor | None) -> bool:
 
 
 def untransformed(*tensors: Tensor | None) -> bool:
-    """Whether an operator without rules of its own may be called on these tensors: no compiler, mode, transform or subclass."""
+    """Whether no compiler, mode, transform or subclass would see an operator on these tensors."""
     if torch.compiler.is_compiling():  # first: the compiler reads no further
         return False
     if forward_mode():  # a tangent has no key

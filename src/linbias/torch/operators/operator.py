@@ -1,10 +1,12 @@
-"""What near-to-far implementations share: the form of their custom operators, for autograd, compile and export.
+"""What near-to-far implementations share: the form of their custom operators, for autograd,
+compile and export.
 
-An implementation fills arrays (`Fill`, `FillGradients`); `Operators` makes of that an operator with a backward
-operator, fake kernels and a derivative. `torch.compile` and `torch.export` then take it as one opaque step,
-`torch.func` takes it through the functions of `linbias.torch.operators.transforms`, and a plain call does without it
-(`linbias.torch.operators.direct`).
-The operators' schemas are made from the annotations of `Inputs` and `Results`: a new argument is a line in `Inputs`.
+An implementation fills arrays (`Fill`, `FillGradients`); `Operators` makes of that an operator
+with a backward operator, fake kernels and a derivative. `torch.compile` and `torch.export` then
+take it as one opaque step, `torch.func` takes it through the functions of
+`linbias.torch.operators.transforms`, and a plain call does without it
+(`linbias.torch.operators.direct`). The operators' schemas are made from the annotations of
+`Inputs` and `Results`: a new argument is a line in `Inputs`.
 """
 
 import contextlib
@@ -35,7 +37,7 @@ class Inputs(NamedTuple):
     query_start: Tensor | None = None  # [B], the position of query 0; None: S - T
     key_bound: Tensor | None = None  # [B, G]; only forward may use it
     seed: Tensor | None = None  # [] or [3], as of `dropout.keep_mask`; None: no dropout
-    # [B or 1, H or 1, T or 1, S or 1], bool, or numbers added to the scores; near-to-far implementations are given none.
+    # [B or 1, H or 1, T or 1, S or 1], bool, or numbers to add; none if near to far.
     mask: Tensor | None = None
     # [B, 1 or H, S], float32, float64 or integers, 0 outside the range of keys; None: key s at s
     positions: Tensor | None = None
@@ -50,11 +52,11 @@ class Inputs(NamedTuple):
 class Results(NamedTuple):
     """What forward gives.
 
-    `out` is wide, because backward takes differences from it, unless an implementation mends those in another way or
-    nothing will be differentiated.
-    lse comes as row_max + log_sum, in the implementation's unit: their rounded sum would cost backward the digits
-    of log_sum. `visited` counts the blocks that each tile visited beyond the near ones, to the left and to the
-    right; backward visits the same.
+    `out` is wide, because backward takes differences from it, unless an implementation mends those
+    in another way or nothing will be differentiated. lse comes as row_max + log_sum, in the
+    implementation's unit: their rounded sum would cost backward the digits of log_sum. `visited`
+    counts the blocks that each tile visited beyond the near ones, to the left and to the right;
+    backward visits the same.
     """
 
     out: Tensor  # [B, H, T, E]
@@ -71,7 +73,7 @@ class Gradients(NamedTuple):
     dv: Tensor
     dleft: Tensor | None  # [B, H], wide; None where not asked for
     dright: Tensor | None
-    # [B, H, S] and [B, H, T], wide; None where not asked for, and in operators without a last axis to speak of
+    # [B, H, S] and [B, H, T], wide; None where not asked for; in operators the last axis may be 0
     dpositions: Tensor | None
     dquery_positions: Tensor | None
 
@@ -123,8 +125,8 @@ class Operators:
             unit: Of row_max and log_sum, in nats.
             out_is_wide: Forward gives `out` in the wide dtype; otherwise in q's.
             visited_on_device: `visited` lies where q does; otherwise on the CPU.
-            narrows: Types of q for which `out` is in q's type where it will not be differentiated: written once, not
-                twice.
+            narrows: Types of q for which `out` is in q's type where it will not be differentiated:
+                written once, not twice.
         """
         self.name, self.unit = name, unit
         self._fill, self._fill_gradients, self._tile_rows = fill, fill_gradients, tile_rows
@@ -141,7 +143,10 @@ class Operators:
             f"linbias::{name}_backward",
             self._operate_backward,
             mutates_args=(),
-            schema=f"(Tensor dout, Tensor dlse, {parameters(Results)}, {parameters(Inputs)}) -> {returns(Gradients)}",
+            schema=(
+                f"(Tensor dout, Tensor dlse, {parameters(Results)}, {parameters(Inputs)})"
+                f" -> {returns(Gradients)}"
+            ),
         )
         self.forward.register_fake(lambda *arguments: self.empty_results(Inputs._make(arguments)))
         self.backward.register_fake(
@@ -166,7 +171,7 @@ class Operators:
         )
 
     def attention(self, inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Run a call by the shortest way on which all that looks on still sees it: out [B, H, T, E] in q's dtype, lse."""
+        """Run a call the shortest way that all who look on still see: out in q's dtype, lse."""
         arrays: tuple[Any, ...] = inputs[:_NUM_ARRAYS]
         if unobserved(*arrays):
             if inputs.precise:
@@ -227,7 +232,7 @@ class Operators:
     def empty_results(self, inputs: Inputs) -> Results:
         q, k, v, left = inputs[:4]
         B, H, T, _ = q.shape
-        # One more than there are: a size that may be 1 would tie an exported program to short sequences.
+        # One more than there are: a size of 1 would tie an exported program to short sequences.
         num_tiles = -(-T // self._tile_rows(H // max(1, k.shape[1]))) + 1
         wide = self._out_is_wide and (inputs.precise or q.dtype not in self._narrows)
         out_like = left if wide else q
@@ -264,7 +269,8 @@ class Operators:
 
     def _refuse(self, *_: Any) -> Any:
         raise NotImplementedError(
-            f"attention: {self.name} gives first derivatives only; implementation='dense' gives all"
+            f"attention: {self.name} gives first derivatives only;"
+            " implementation='dense' gives all"
         )
 
     def _refuse_forward_mode(self, *_: Any) -> Any:
@@ -391,5 +397,5 @@ def returns(record: type[Any]) -> str:
 DIFFERENTIABLE = ("q", "k", "v", "left", "right", "positions", "query_positions")
 _differentiable_of = attrgetter(*DIFFERENTIABLE)
 _NUM_ARRAYS = Inputs._fields.index("scale")
-# The slopes have the same places among the fields of `Inputs` as among what autograd sees of a direct call.
+# The slopes are as far on among the fields of `Inputs` as among what autograd sees directly.
 _LEFT, _RIGHT, _POSITIONS = map(DIFFERENTIABLE.index, ("left", "right", "positions"))
