@@ -28,7 +28,7 @@ def table(implementations: Sequence[Implementation]) -> str:
         can = implementation.ABILITIES
         dtypes = "all four" if can.dtypes == FLOATS else ", ".join(can.dtypes)
         head = "any" if can.largest_head is None else f"up to {can.largest_head}"
-        masks = "any" if can.mask else "key ranges"
+        masks = "any" if "mask" in can.has else "key ranges"
         derivatives = "all" if can.higher_derivatives else "first"
         cells = (
             f"`{implementation.NAME}`",

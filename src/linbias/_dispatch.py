@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from linbias._request import FLOATS, Problem
+from linbias._request import FLOATS, SPECIAL, Problem
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,7 @@ class Abilities:
     devices: tuple[str, ...] = ()  # none named: every device
     dtypes: tuple[str, ...] = FLOATS
     largest_head: int | None = None
-    mask: bool = False
-    added: bool = False  # a mask of numbers, too, which are added to the scores
-    positions: bool = False  # keys at given positions
-    dropout: bool = True
-    transforms: bool = True
+    has: tuple[str, ...] = ("positions", "dropout", "transformed")  # of `_request.SPECIAL`
     higher_derivatives: bool = False
 
     def lacks(self, problem: Problem) -> str | None:
@@ -47,16 +43,9 @@ class Abilities:
             return f"it takes {', '.join(self.dtypes)}, got {problem.dtype}"
         if self.largest_head is not None and max(problem.D, problem.E) > self.largest_head:
             return f"head sizes go up to {self.largest_head}, got {max(problem.D, problem.E)}"
-        if problem.mask and not self.mask:
-            return "it takes a key_range but no mask"
-        if problem.added and not self.added:
-            return "it takes a mask of bool, but none of numbers that are added to the scores"
-        if problem.positions and not self.positions:
-            return "positions are not built yet"
-        if problem.dropout and not self.dropout:
-            return "its dropout would draw another mask"
-        if problem.transformed and not self.transforms:
-            return "it does not run under transforms such as vmap"
+        for name, reason in SPECIAL.items():
+            if getattr(problem, name) and name not in self.has:
+                return reason
         return None
 
 

@@ -5,11 +5,11 @@ name and device; `check` answers with the sizes of the call or raises. Rules tha
 (`check_slopes`, `check_values`) stand apart, for front ends that cannot read them cheaply. `fill`
 says what is meant by what a call leaves open.
 
-To add an argument to attention: here a field of `Request` with its rule, a field of `Problem` that
-says whether a call asks for it, and what `fill` makes of it; in `_dispatch` a field of
-`Abilities`, and in `lacks` why an implementation without it cannot run; the signature of each
-front end (`functional.py`, `definition.py`), the field of its `Inputs`, and one implementation
-that has it (begin with `dense`); cases in tests/support/cases.py and truth.py.
+To add an argument to attention: here a field of `Request` with its rule, what `fill` makes of it,
+and, unless all implementations will have it, a field of `Problem` that says whether a call asks
+for it with a reason in `SPECIAL`; in the front end the keyword (`functional.py`, `definition.py`)
+and a field of `Inputs`; an implementation that has it (begin with `dense`, which has all); cases
+in tests/support/cases.py and truth.py.
 """
 
 import difflib
@@ -194,6 +194,16 @@ class Problem:
     def placed(self) -> bool:
         """Whether batch rows have ranges or positions of their own."""
         return self.key_range or self.query_start
+
+
+# What not every implementation has, by the field that asks for it, and what those say without it.
+SPECIAL = {
+    "mask": "it takes a key_range but no mask",
+    "added": "it takes a mask of bool, but none of numbers that are added to the scores",
+    "positions": "positions are not built yet",
+    "dropout": "its dropout would draw another mask",
+    "transformed": "it does not run under transforms such as vmap",
+}
 
 
 def check(function: str, request: Request[Any], layout: str = "BHTD", **asked: bool) -> Problem:

@@ -414,7 +414,7 @@ def test_torch_gradients_by_query_positions_alone(name, implementation):
 def test_torch_others_say_that_positions_are_not_built(monkeypatch):
     x = torch.ones(1, 2, 4, 4)
     positions = torch.zeros(1, 4)
-    monkeypatch.setattr(core, "ABILITIES", replace(core.ABILITIES, positions=False))
+    monkeypatch.setattr(core, "ABILITIES", replace(core.ABILITIES, has=()))
     with pytest.raises(
         NotImplementedError, match=r"cpu cannot run .*: positions are not built yet"
     ):

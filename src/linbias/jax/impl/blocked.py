@@ -34,8 +34,7 @@ ABILITIES = Abilities(
     runs_on="any JAX device",
     how="near to far in JAX operations: static shapes, no callbacks",
     memory="linear in length",
-    mask=True,
-    positions=True,
+    has=("mask", "positions", "dropout", "transformed"),
 )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from linbias._dispatch import Abilities
-from linbias._request import Problem
+from linbias._request import SPECIAL, Problem
 from linbias.jax import standing
 from linbias.jax.dropout import keep_mask
 from linbias.jax.operator import Inputs
@@ -23,9 +23,7 @@ ABILITIES = Abilities(
     runs_on="any JAX device",
     how="the whole score matrix, for reading and checking",
     memory="length x length",
-    mask=True,
-    added=True,
-    positions=True,
+    has=tuple(SPECIAL),
     higher_derivatives=True,
 )
 

@@ -29,7 +29,6 @@ ABILITIES = Abilities(
     runs_on="any PyTorch device",
     how="near to far in PyTorch operations",
     memory="linear in length",
-    positions=True,
 )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linbias._dispatch import Abilities
-from linbias._request import Problem
+from linbias._request import SPECIAL, Problem
 from linbias.torch.dropout import keep_mask
 from linbias.torch.impl.scores import bias_of, blank_outside, per_query_head
 from linbias.torch.operators.operator import Inputs
@@ -18,9 +18,7 @@ ABILITIES = Abilities(
     runs_on="any PyTorch device",
     how="the whole score matrix, for reading and checking",
     memory="length x length",
-    mask=True,
-    added=True,
-    positions=True,
+    has=tuple(SPECIAL),
     higher_derivatives=True,
 )
 

@@ -23,11 +23,7 @@ ABILITIES = Abilities(
     runs_on="any PyTorch device",
     how="PyTorch's own attention, the bias as its mask",
     memory="length x length",
-    mask=True,
-    added=True,
-    positions=True,
-    dropout=False,
-    transforms=False,
+    has=("mask", "added", "positions"),
 )
 # Biases that depend on slopes and lengths alone are kept, up to so many numbers each: to build one takes as long as to use it.
 _MAX_KEPT, _MAX_NUMBERS = 8, 1 << 22

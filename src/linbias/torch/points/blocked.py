@@ -33,7 +33,7 @@ ABILITIES = Abilities(
     runs_on="any PyTorch device",
     how="near to far in PyTorch operations",
     memory="linear in length",
-    transforms=False,
+    has=("dropout",),
 )
 SIZE = 128  # tokens of a tile of queries, and of a block of keys
 

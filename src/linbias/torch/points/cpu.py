@@ -12,7 +12,7 @@ from linbias.torch.points.geometry import PointInputs, along_a_curve
 from linbias.torch.points.operator import Gradients, PointOperators, Results
 
 NAME, WHY_MISSING = core.NAME, core.WHY_MISSING
-ABILITIES = replace(core.ABILITIES, positions=False, transforms=False)
+ABILITIES = replace(core.ABILITIES, has=("dropout",))
 
 
 def why_not(problem: Problem) -> str | None:

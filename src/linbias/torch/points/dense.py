@@ -15,6 +15,7 @@ ABILITIES = Abilities(
     runs_on="any PyTorch device",
     how="the whole score matrix, for reading and checking",
     memory="length x length",
+    has=("dropout", "transformed"),
     higher_derivatives=True,
 )
 
