@@ -51,9 +51,9 @@ def require(part: str) -> None:
                 install = f"take an older Python, or try pip install {package}"
         raise ModuleNotFoundError(f"{part} needs {words}: {install}", name=lacking[0])
     for package in PARTS[part][1]:
-        oldest, found = _asked_of(package)[0], _version(package)
-        if oldest and found and _numbers(found) < _numbers(oldest):
-            words = f"{package} {oldest} or later, and {found} is installed"
+        oldest, installed = _asked_of(package)[0], _version(package)
+        if oldest and installed and _numbers(installed) < _numbers(oldest):
+            words = f"{package} {oldest} or later, and {installed} is installed"
             raise ImportError(f"{part} needs {words}: {install}", name=package)
 
 

@@ -274,9 +274,9 @@ def check(function: str, request: Request[Any], layout: str = "BHTD", **asked: b
             f"{function}: query_positions lie among positions of keys; give positions too"
         )
     for name, n in (("positions", S), ("query_positions", T)):
-        place = getattr(request, name)
-        if place is not None:
-            _check_positions(function, name, place, (B, H, n), q.device)
+        x = getattr(request, name)
+        if x is not None:
+            _check_positions(function, name, x, (B, H, n), q.device)
     return Problem(
         B=B,
         H=H,
@@ -630,11 +630,11 @@ def check_position_values(
         if x.dtype == np.float32:
             _warn_of_alike(function, "positions", known, pairs, depth)
     starts = end[..., 0].max(1, initial=0) - T if starts is None else starts
-    place = (starts[:, None] + np.arange(T))[:, None]
+    own_key = (starts[:, None] + np.arange(T))[:, None]
     if query_positions is None:
-        nowhere = ((place < 0) | (place >= S)) & (first < end)
+        nowhere = ((own_key < 0) | (own_key >= S)) & (first < end)
         for b, h, t in _first(nowhere):
-            key = np.broadcast_to(place, nowhere.shape)[b, h, t]
+            key = np.broadcast_to(own_key, nowhere.shape)[b, h, t]
             raise ValueError(
                 f"{function}: query {t} of batch row {b} would stand at key {key} of {S};"
                 " say where with query_positions"
@@ -645,7 +645,7 @@ def check_position_values(
         _warn_of_alike(function, "query_positions", xq, np.bool_(True), depth)
     if not S:
         return
-    before, after = np.minimum(place, end - 1), np.maximum(place + 1, first)
+    before, after = np.minimum(own_key, end - 1), np.maximum(own_key + 1, first)
     for words, key, there, sign in (
         ("at least that of every key before the query", before, before >= first, 1),
         ("at most that of every key after the query", after, after < end, -1),

@@ -123,11 +123,9 @@ def _run(
         standing = stand(request, problem, ranges, starts)
         if request.query_positions is not None and S:
             from_keys = np.full(B, S - T) if starts is None else starts
-            place = from_keys[:, None, None] + np.arange(T)
+            own = from_keys[:, None, None] + np.arange(T)
             of_heads = per_query_head(ranges, problem)
-            standing["query_positions"], bias = _stand_near(
-                standing, (left, right), of_heads, place
-            )
+            standing["query_positions"], bias = _stand_near(standing, (left, right), of_heads, own)
         x, xq = (np.ascontiguousarray(standing[n]) for n in ("positions", "query_positions"))
     out = np.empty((B, H, T, problem.E), wide)
     row_max, log_sum = np.empty((2, B, H, T), wide)
@@ -169,13 +167,13 @@ def _stand_near(
     standing: dict[str, Array],
     sides: tuple[Array | None, Array | None],
     ranges: Array,
-    place: Array,
+    own: Array,
 ) -> tuple[Array, Array]:
     """As `linbias.torch.standing.stand_near`: queries near keys, and the bias that rows lack."""
     xq, (first, end) = standing["query_positions"], np.split(ranges, 2, -1)
     left, right = (np.inf if side is None else side[..., None].astype(float) for side in sides)
-    before = place < first
-    beyond = ~before & ((place >= end - 1) | np.isinf(right))
+    before = own < first
+    beyond = ~before & ((own >= end - 1) | np.isinf(right))
     own_key = np.minimum(standing["own_key"], standing["positions"].shape[-1] - 1)
     nearest = np.take_along_axis(standing["positions"], own_key, -1)
     away = np.where(before, nearest - xq, xq - nearest)

@@ -333,8 +333,8 @@ def window(
         raise ValueError(f"window: tolerance must be in (0, 1), got {tolerance}")
     nats = 2 * abs(scale) * q_norm * k_norm + log_geometric(slope, num_keys) - math.log(tolerance)
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = np.where(slope > 0, nats / slope, math.inf)
-    return np.where(np.isinf(slope), 0.0, np.maximum(found, 0.0))
+        reach = np.where(slope > 0, nats / slope, math.inf)
+    return np.where(np.isinf(slope), 0.0, np.maximum(reach, 0.0))
 
 
 def log_geometric(slope: npt.ArrayLike, num_keys: float) -> Float64:
@@ -367,10 +367,10 @@ def log_sums(
     x = np.asarray(positions, np.float64)
     further = np.asarray(slope, np.float64)[..., None] * np.diff(x, prepend=x[..., :1])
     itself = np.broadcast_to(np.where(inside, 0.0, -np.inf), x.shape)
-    found, before = np.empty(x.shape), np.full(x.shape[:-1], -np.inf)
+    sums, before = np.empty(x.shape), np.full(x.shape[:-1], -np.inf)
     for j in range(x.shape[-1]):
-        before = found[..., j] = np.logaddexp(before - further[..., j], itself[..., j])
-    return found
+        before = sums[..., j] = np.logaddexp(before - further[..., j], itself[..., j])
+    return sums
 
 
 def share_outside(
