@@ -49,7 +49,8 @@ def test_the_ink_of_the_words_is_their_weight(visit, explorer_file):
     assert_ink(page, WORDS, 0.0)
     says = page.locator(".ink-says").first
     back = sum(weight * (10 - s) for s, weight in enumerate(explained(WORDS, 0.0)))
-    assert f"plain attention: content alone decides. \u201chome\u201d looks {back:.1f} words back" in says.inner_text()  # fmt: skip
+    words = f"content alone decides. \u201chome\u201d looks {back:.1f} words back"
+    assert words in says.inner_text()
     slider.press("ArrowRight")
     assert_ink(page, WORDS, 0.01)
     box = slider.bounding_box()
@@ -62,14 +63,18 @@ def test_the_ink_of_the_words_is_their_weight(visit, explorer_file):
     page.wait_for_url(lambda address: address.endswith("#slope=1"))
 
 
-SIZES = [(1440, 900), (390, 844)]
-
-
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [(1440, 900), (390, 844)])
 def test_the_idea_is_seen_without_scrolling(visit, explorer_file, size):
     page = visit(explorer_file, viewport={"width": size[0], "height": size[1]})
-    for part in (".lede", ".links a", ".slope-story input", ".ink", ".slope-story .ink-says"):
-        box = page.locator(part).last.bounding_box() if part == ".ink" else page.locator(part).first.bounding_box()  # fmt: skip
+    parts = page.locator(".lede").first, page.locator(".links a").first
+    story = page.locator(".slope-story")
+    for part in (
+        *parts,
+        story.locator("input"),
+        story.locator(".ink"),
+        story.locator(".ink-says"),
+    ):
+        box = part.bounding_box()
         assert box["y"] + box["height"] <= size[1], part
 
 
@@ -111,8 +116,9 @@ def test_the_losses_draw_themselves_along_the_length(visit, explorer_file):
                 assert f"{label}: no rows left" in words
             else:
                 change = 100 * (now / loss(line["method"], 128) - 1)
-                found = re.search(rf"{label} ([+\u2212]?)([\d.]+)%", words)
-                assert float(found[2]) * (-1 if found[1] == "\u2212" else 1) == pytest.approx(change, abs=0.051)  # fmt: skip
+                found = re.search(rf"{label} ([+\u2212]?[\d.]+)%", words)
+                shown = float(found[1].replace("\u2212", "-"))
+                assert shown == pytest.approx(change, abs=0.051)
         widths.append(float(drawn.get_attribute("width")))
     assert widths == sorted(set(widths))
     # Between two lengths the numbers are those of the last one that was measured.
@@ -126,7 +132,8 @@ def test_the_losses_draw_themselves_along_the_length(visit, explorer_file):
     assert tips(page) == expected_tips(128)
 
 
-BOXES = "all => all.map((one) => one.getBBox()).map(({ x, y, width, height }) => ({ x, y, width, height }))"
+BOXES = """all => all.map((one) => one.getBBox())
+  .map(({ x, y, width, height }) => ({ x, y, width, height }))"""
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -140,11 +147,12 @@ def test_no_name_of_a_line_is_in_the_way(visit, explorer_file, width):
         for number, one in enumerate(names):
             assert one["x"] + one["width"] <= width - 32
             for other in (*names[:number], *lines):
-                across, down = (
-                    min(one[start] + one[size], other[start] + other[size]) - max(one[start], other[start])
+                overlaps = [
+                    one[start] < other[start] + other[size]
+                    and other[start] < one[start] + one[size]
                     for start, size in (("x", "width"), ("y", "height"))
-                )  # fmt: skip
-                assert across <= 0 or down <= 0
+                ]
+                assert not all(overlaps)
 
 
 def test_a_link_into_the_story(visit, explorer_file):
@@ -152,7 +160,8 @@ def test_a_link_into_the_story(visit, explorer_file):
     page = visit(explorer_file, state)
     assert_ink(page, ["one", "two", "three"], 0.125)
     assert tips(page) == expected_tips(1024)
-    # What makes no sense, an unknown view too, leaves the start; names of one view mean nothing to another.
+    # What makes no sense, an unknown view too, leaves the start; names of one view mean nothing to
+    # another.
     page = visit(explorer_file, "view=?&slope=7&words=+&length=1")
     assert_ink(page, WORDS, 0.5)
     page = visit(explorer_file, "slope=0.125&length=1024&head=1")
@@ -207,7 +216,8 @@ def test_the_page_links_to_the_paper_and_its_own_documentation(visit, tmp_path):
     path = tmp_path / "page.html"
     path.write_text(explore.page(docs="index.html"), encoding="utf-8")
     links = visit(path).locator(".links a").all()
-    assert [link.get_attribute("href") for link in links] == ["https://arxiv.org/abs/2108.12409", "index.html"]  # fmt: skip
+    addresses = [link.get_attribute("href") for link in links]
+    assert addresses == ["https://arxiv.org/abs/2108.12409", "index.html"]
     assert [link.inner_text() for link in links] == ["The paper", "Documentation"]
 
 
@@ -229,8 +239,9 @@ def test_steps_lead_through_the_arithmetic(open_state, visit, explorer_file):
         assert button.get_attribute("aria-pressed") == "true"
         assert page.title().startswith(f"What \u201c{row}\u201d looks at, head {head}")
         assert [cells[1] for cells in page.table("Slopes")] == slopes
-        seen.add(page.page.locator(".step-says").inner_text())
-        assert page.page.locator(".step-says").inner_text() in page.page.get_by_role("status").all_inner_texts()  # fmt: skip
+        says = page.page.locator(".step-says").inner_text()
+        seen.add(says)
+        assert says in page.page.get_by_role("status").all_inner_texts()
         page.page.wait_for_timeout(90)  # the address follows the picture after 60 ms
         again = Explorer(visit(explorer_file, page.page.url.partition("#")[2]))
         assert again.page.locator("[aria-pressed=true]").inner_text().endswith(name)
@@ -267,7 +278,8 @@ def test_a_row_under_the_pointer_shows_in_all_three(open_state):
     assert page.page.locator(".heat-row.pointed").count() == 3
     assert page.title().startswith("What \u201csat\u201d looks at")
     readouts = page.page.locator(".view-how .readout").all_inner_texts()
-    assert readouts == ["sat \u2192 cat  0.7071", "sat \u2192 cat  \u22120.5000", "sat \u2192 cat  0.1653"]  # fmt: skip
+    expected = ["0.7071", "\u22120.5000", "0.1653"]
+    assert readouts == [f"sat \u2192 cat  {number}" for number in expected]
     page.page.mouse.move(5, 5)
     assert page.page.locator(".heat-row.pointed").count() == 0
     assert page.title().startswith("What \u201ccat\u201d looks at")
@@ -289,7 +301,8 @@ def test_links_and_code_are_copied(open_state, explorer_file):
     page.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
     page.page.get_by_role("button", name="Link copied").click()
     by_hand = page.page.get_by_role("textbox", name="To copy by hand")
-    assert by_hand.evaluate("field => field.value.slice(field.selectionStart, field.selectionEnd)") == page.page.url  # fmt: skip
+    selected = "field => field.value.slice(field.selectionStart, field.selectionEnd)"
+    assert by_hand.evaluate(selected) == page.page.url
     page.page.get_by_role("button", name="Selected: copy it by hand").wait_for()
 
 
@@ -302,6 +315,8 @@ def test_no_view_is_wider_than_the_window(visit, explorer_file, width):
     for name in ("Why", "How", "Where", "Results", "Cost"):
         page.get_by_role("tab", name=name).click()
         assert page.evaluate("document.documentElement.scrollWidth") == width, name
+        box = page.get_by_role("tabpanel").get_by_role("slider").last.bounding_box()
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= width, name
 
 
 def test_on_a_phone_the_slider_stays_with_what_it_moves(open_state):
@@ -329,7 +344,9 @@ def test_the_documentations_first_page_has_the_slope(visit, tmp_path):
     assert_ink(page, WORDS, 1.0)
 
 
-FRAME = """<!DOCTYPE html><iframe src="explorer.html" style="width: 700px; height: 50px"></iframe><script>
+FRAME = """<!DOCTYPE html>
+<iframe src="explorer.html" style="width: 700px; height: 50px"></iframe>
+<script>
   addEventListener("message", ({ data }) => {
     globalThis.told = data.linbiasHeight;
     document.querySelector("iframe").style.height = `${told}px`;
