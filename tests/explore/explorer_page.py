@@ -12,7 +12,9 @@ from linbias.variants import variant_slopes
 
 
 def explained(state: dict[str, Any]) -> tuple[linbias.Explanation, list[str]]:
-    """The same by Python: slopes by name, those set by hand instead, and a right side a quarter as steep."""
+    """The same by Python: slopes by name, those set by hand instead, and a right side a quarter as
+    steep.
+    """
     variant, num_heads = state.get("variant", "symmetric"), state.get("heads", 2)
     left, right = variant_slopes("test", variant, num_heads, state.get("schedule", "halving"))
     if variant == "asymmetric":
@@ -69,13 +71,12 @@ class Explorer:
         return self.page.locator(".row-panel h3").inner_text()
 
     def row(self) -> dict[str, list[str]]:
-        """The chosen query's row, key by key: q . k, scaled, bias, scores, weights, and weights without bias."""
-        return {
-            key: numbers
-            for key, *numbers in self.page.locator(".row-table tbody tr").evaluate_all(
-                "rows => rows.map(({ cells }) => [cells[0].querySelector('bdi'), ...[...cells].slice(1, 7)].map((x) => x.textContent))"
-            )
-        }
+        """The chosen query's row by key: q . k, scaled, bias, scores, weights, without bias."""
+        rows = self.page.locator(".row-table tbody tr").evaluate_all(
+            """rows => rows.map(({ cells: [head, ...cells] }) =>
+              [head.querySelector("bdi"), ...cells.slice(0, 6)].map((x) => x.textContent))"""
+        )
+        return {key: numbers for key, *numbers in rows}
 
     def fold(self, title: str) -> Any:
         """A part below the picture, unfolded."""
@@ -92,6 +93,7 @@ class Explorer:
         tables = fold.locator("table")
         if caption is not None:
             tables = tables.filter(has=self.page.get_by_text(caption, exact=True))
+        texts = "[...row.cells].map((cell) => cell.textContent)"
         return tables.first.evaluate(
-            "table => [...table.tBodies[0].rows].map((row) => [...row.cells].map((cell) => cell.textContent))"
+            f"({{ tBodies: [{{ rows }}] }}) => [...rows].map((row) => {texts})"
         )

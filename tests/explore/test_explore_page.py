@@ -1,4 +1,6 @@
-"""The explorer's page in a real browser: every control, keyboard use, texts that are hostile, widths, notebooks, the command."""
+"""The explorer's page in a real browser: every control, keyboard use, texts that are hostile,
+widths, notebooks, the command.
+"""
 
 import re
 import sys
@@ -229,7 +231,7 @@ def test_every_control_is_reached_by_tab_and_has_a_name(open_state):
             """() => {
               const at = document.activeElement;
               if (at === document.body) return null;
-              const label = at.labels?.[0]?.innerText ?? at.getAttribute("aria-label") ?? at.innerText;
+              const label = at.labels?.[0]?.innerText ?? at.ariaLabel ?? at.innerText;
               return `${at.tagName} ${label.trim()}`;
             }"""
         )
@@ -299,13 +301,17 @@ def test_light_and_dark(open_state):
     assert page.page.get_by_role("radio", name="light").is_checked()
 
 
-PLACES = """() => [...document.querySelectorAll(".control, figure, details, .row-panel")].filter((part) => part.offsetParent).map((part) => {
-  const { top, left, width, height } = part.getBoundingClientRect();
-  return [top + scrollY, left, width, height];
-})"""
+PLACES = """() => {
+  const parts = [...document.querySelectorAll(".control, figure, details, .row-panel")];
+  return parts.filter((part) => part.offsetParent).map((part) => {
+    const { top, left, width, height } = part.getBoundingClientRect();
+    return [top + scrollY, left, width, height];
+  });
+}"""
 SHIFT = """() => new Promise((done) => {
-  new PerformanceObserver((list) => done(list.getEntries().reduce((sum, entry) => sum + entry.value, 0)))
-    .observe({ type: "layout-shift", buffered: true });
+  const sum = (list) => list.getEntries().reduce((total, entry) => total + entry.value, 0);
+  const observer = new PerformanceObserver((list) => done(sum(list)));
+  observer.observe({ type: "layout-shift", buffered: true });
   setTimeout(() => done(0), 50);
 })"""
 
@@ -377,15 +383,13 @@ def open_widget(chromium):
 
     def opened(state):
         widget = explore.widget(state=state)
-        page.add_script_tag(
-            content=widget._esm.replace("export default", "globalThis.widget ="), type="module"
-        )
+        script = widget._esm.replace("export default", "globalThis.widget =")
+        page.add_script_tag(content=script, type="module")
         page.wait_for_function("() => globalThis.widget")
         names = ("data", "stylesheet", "state")
         page.evaluate(MODEL, {name: getattr(widget, name) for name in names})
-        page.evaluate(
-            "const el = document.createElement('div'); document.body.append(el); widget.render({ model, el })"
-        )
+        page.evaluate("document.body.append(document.createElement('div'))")
+        page.evaluate("widget.render({ model, el: document.body.lastChild })")
         return page
 
     yield opened
@@ -410,7 +414,8 @@ def test_keys_stay_in_the_widget_wherever_it_was_clicked(open_widget):
     # JupyterLab listens before the widget and heeds an attribute, other notebooks listen after it.
     page.evaluate("""() => {
       globalThis.heard = [];
-      const hear = ({ key, target }) => target.closest("[data-lm-suppress-shortcuts]") || heard.push(key);
+      const heeded = "[data-lm-suppress-shortcuts]";
+      const hear = ({ key, target }) => target.closest(heeded) || heard.push(key);
       document.addEventListener("keydown", hear, { capture: true });
       document.addEventListener("keydown", ({ key }) => heard.push(key));
     }""")
@@ -463,7 +468,8 @@ def test_a_missing_anywidget_is_named(monkeypatch):
 
 
 def test_a_call_of_the_module_says_what_to_call():
-    message = "linbias.explore is a module: call linbias.explore.widget() in a notebook, or linbias.explore.page() for HTML"
+    names = "linbias.explore.widget() in a notebook, or linbias.explore.page() for HTML"
+    message = f"linbias.explore is a module: call {names}"
     with pytest.raises(TypeError, match=re.escape(message)):
         linbias.explore()
 
