@@ -5,8 +5,7 @@ import { SLOPES } from "./slopes.js";
 
 export const VARIANTS = ["causal", "symmetric", "directional", "asymmetric"];
 
-// The slope of every head: linbias.slopes(numHeads, schedule), for up to 16 heads, bit for bit:
-// powers computed here could differ in the last one.
+// linbias.slopes(numHeads, schedule), bit for bit: powers computed here could differ in the last.
 export const slopes = (numHeads, schedule) => [...SLOPES[schedule][numHeads - 1]];
 
 // Slopes to the left and to the right: an infinite one hides its side. Of a directional encoder's
@@ -20,9 +19,8 @@ export function sides(variant, numHeads, schedule) {
   return { left: [...half, ...none], right: [...none, ...half] };
 }
 
-// Every step of one head. q, k, v: a row of numbers for each token; left, right: the head's
-// slopes; positions: where the keys stand, by default at 0, 1, 2 ... Matrices are [T * S], row by
-// row; output is [T * E].
+// Every step of one head: q, k, v have a row for each token; keys stand at the positions. Matrices
+// are [T * S], row by row; output is [T * E].
 export function attend({ q, k, v, left, right, positions = k.map((_, s) => s) }) {
   const [T, S, E] = [q.length, k.length, v[0].length];
   const scale = 1 / Math.sqrt(q[0].length);
@@ -53,18 +51,15 @@ export function attend({ q, k, v, left, right, positions = k.map((_, s) => s) })
   return { T, S, E, raw, scaled, bias, scores, weights, output, lse };
 }
 
-// A key of a hidden side may stand where the query does; 0 - 0 is 0, and -0 would be printed as
-// such.
+// 0 - 0 is 0, and -0 would be printed as such.
 const biasAt = (slope, distance) => slope === Infinity ? -Infinity : 0 - slope * distance;
 
-// The mean of several matrices of one size.
 export const mean = (matrices) =>
   matrices[0].map((_, i) => matrices.reduce((sum, one) => sum + one[i], 0) / matrices.length);
 
 const SIZE = 2; // of a head
 
-// For each head { q, k, v }, rows of numbers for the tokens: the chapter's where it gives them,
-// else numbers made from the token itself.
+// q, k and v of each head: the chapter's where it gives them, else made from the token itself.
 export function vectors(tokens, numHeads, example) {
   const rows = (role, head) =>
     tokens.map((token) => {
@@ -77,7 +72,6 @@ export function vectors(tokens, numHeads, example) {
   }));
 }
 
-// Whether all vectors of this text are the chapter's.
 export const areChapters = (tokens, numHeads, example) =>
   numHeads <= 2 && tokens.every((token) => example.tokens.includes(token));
 

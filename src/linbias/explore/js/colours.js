@@ -4,8 +4,7 @@ import { element } from "./dom.js";
 
 const READABLE = 0.179; // a ground of this luminance is as far from black as from white
 
-// The value of a colour variable such as "--accent" where `node` stands, as [red, green, blue];
-// black for a node that was taken out of the page.
+// A colour variable where `node` stands as [red, green, blue]; black for one out of the page.
 function colour(node, name) {
   const probe = element("span", { style: { color: `var(${name})`, display: "none" } });
   node.append(probe);
@@ -34,17 +33,14 @@ export function paintCells(canvas, width, height, shadeOf) {
   context.putImageData(image, 0, 0);
 }
 
-// Weights as a small square picture in the steps of a ramp: the largest is darkest, and small ones
-// can be told from none.
+// A small square picture: the largest weight is darkest, and small ones can be told from none.
 export function paintWeights(canvas, side, weights, steps) {
   const most = largestOf(weights) || 1;
   paintCells(canvas, side, side, (i) => steps[Math.round(255 * Math.sqrt(weights[i] / most))]);
 }
 
-// Of any number of weights, at least 0.
 export const largestOf = (weights) => weights.reduce((a, b) => Math.max(a, b), 0);
 
-// Whether text on this ground should be light.
 export function wantsLightText(shade) {
   const [r, g, b] = shade.map((value) => {
     const share = value / 255;

@@ -24,9 +24,8 @@ export function choice({ label, options, value, onChange }) {
   };
 }
 
-// A slider with a field for the exact number. `toValue` and `toPosition` translate between the two
-// where the slider's scale is not even; `parse` makes a number of the field's text, or throws an
-// Error whose message appears beside the control while the last good value stays.
+// A slider with a field for the exact number, which its own scale may translate; `parse` may throw
+// an Error, whose message appears beside it while the last good value stays.
 export function slider({
   label, min, max, step = 1, value, onInput, toText = String, toValue = (position) => position,
   toPosition = (number) => number, parse, marks = [],
@@ -117,8 +116,7 @@ export function parseWhole(text, min, max) {
   return number;
 }
 
-// A button that copies "code" or a "link". Where the clipboard is refused, the text appears,
-// selected, to be copied by hand.
+// Where the clipboard is refused, the text appears, selected, to be copied by hand.
 export function copyButton(what, text) {
   const label = `Copy ${what}`;
   const name = element("span", label);
@@ -155,7 +153,7 @@ export function copyButton(what, text) {
 
 const LONGEST_TOKEN = 32;
 
-// What stands between spaces is a token -> { tokens, note }; the note says what had to be cut.
+// What stands between spaces is a token; the note says what had to be cut.
 export function readTokens(text, example) {
   const words = text.split(/\s+/u).filter(Boolean);
   if (words.length === 0) throw new Error("Needs at least one token.");
@@ -178,8 +176,7 @@ export function tokensOrNull(text, example) {
   }
 }
 
-// A field for a text, under a label: tells the tokens of what is typed, or says what is wrong with
-// it.
+// A field that tells the tokens of what is typed, or says what is wrong with it.
 export function textField({ id, label, example, onTokens }) {
   const message = element("p.message", { role: "alert", id: uniqueId("message") });
   const field = element("textarea", {

@@ -1,5 +1,4 @@
-// All heads of a model: layers x heads, a small picture of each head's weights above a number, one
-// of them chosen.
+// All heads of a model, layers x heads: a picture of each one's weights above a number.
 
 import { onThemeChange, paintWeights, ramp } from "./colours.js";
 import { choice } from "./controls.js";
@@ -18,8 +17,6 @@ const MEASURES = [
   { value: "within", label: "holds 90%", text: String, of: ({ reach }) => reach.within },
 ];
 
-// headsGrid({ reading, weights, onSelect(layer, head) }) -> { element, paint(), choose(layer,
-// head) }
 export function headsGrid({ reading, weights, onSelect }) {
   const { num_layers: numLayers, num_heads: numHeads, num_tokens: T, slopes } = reading;
   const side = Math.min(T, MOST_PIXELS);

@@ -1,10 +1,6 @@
-// A matrix as colours: rows to click and to walk with the arrow keys, numbers in cells that have
-// room.
-//
-// The colours are one pixel per cell on a canvas that the browser enlarges, so that 64 x 64 cells
-// cost less than a millisecond. What a screen reader meets is a grid of rows: each says its
-// largest number, the cell under the cursor is announced, and small matrices have their numbers in
-// cells.
+// A matrix as colours, one pixel per cell on a canvas that the browser enlarges, so that 64 x 64
+// cost less than a millisecond. A screen reader meets a grid of rows: each says its largest
+// number, the cell under the cursor is announced, and small matrices have numbers in cells.
 
 import { onThemeChange, paintCells, ramp, wantsLightText } from "./colours.js";
 import { announcer, element, rove, setAll, setText } from "./dom.js";
@@ -13,8 +9,7 @@ export const MOST_NUMBERS = 10; // columns whose cells hold numbers
 const MOST_LABELS = 24; // names that stand beside each other
 const LEAST_WIDTH = 40; // pixels of a cell below which a number would be too small to read
 
-// What the colours mean: grey below zero, the accent above. Values run evenly from end to end;
-// where some lie below the lowest colour, it says so.
+// Grey below zero, the accent above; where values lie below the lowest colour, it says so.
 function scaleLegend() {
   const [low, middle, high] = ["span", "span", "span"].map((kind) => element(kind));
   const [negative, positive] = [element("i.negative"), element("i.positive")];
@@ -36,11 +31,9 @@ function scaleLegend() {
   };
 }
 
-// heatmap({ onSelect(row), onPoint(row, at) }) -> { element, update({ label, ... }), point(row,
-// at) } rows, columns: names; values, hidden: [rows * columns], hidden or null: cells that take no
-// part; text(value), exact(value): as printed in a cell and elsewhere; low <= 0 <= high: the range
-// of the colours; power: below 1 it spreads small values over more of them; selected: a row. point
-// puts the cursor on a cell; whoever gives onPoint does so for all pictures that belong together.
+// heatmap({ onSelect(row), onPoint(row, at) }) -> { element, update(shown), point(row, at) } with
+// { label, rows, columns, values, hidden, text, exact, low, high, power, selected }. Cells that
+// are hidden take no part; a power below 1 spreads small values over more colours.
 export function heatmap({ onSelect, onPoint = null }) {
   const canvas = element("canvas", { "aria-hidden": true });
   const cursor = element("div.heat-cursor", { hidden: true, "aria-hidden": true });
@@ -126,7 +119,7 @@ export function heatmap({ onSelect, onPoint = null }) {
     });
   }
 
-  // Puts the cursor on a cell, or takes it away, and gives the cell in words.
+  // Puts the cursor on a cell, or takes it away (at < 0), and gives the cell in words.
   function point(row, at) {
     const { rows, columns, values, text, exact = text } = shown;
     cursor.hidden = at < 0;

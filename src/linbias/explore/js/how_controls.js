@@ -76,7 +76,6 @@ function headPicker({ onChange }) {
   };
 }
 
-// The text and its length.
 function textControls(example, change) {
   const origin = note();
   const text = textField({
@@ -129,8 +128,6 @@ const VARIANT_NOTES = {
 // What a new set of slopes makes void.
 const fresh = { left: {}, right: {} };
 
-// howControls({ example, change(parts) }) -> { head, slope, more, update(state, heads) }:
-// elements.
 export function howControls({ example, change }) {
   let shown = null;
   const picker = headPicker({ onChange: (head) => change({ head }) });

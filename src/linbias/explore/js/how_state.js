@@ -1,5 +1,4 @@
-// What the view "How" shows: a tour in steps, its state as a plain object and as text, and
-// numbers.
+// What the view "How" shows: the steps of a tour, its state, and the numbers that follow from it.
 
 import { attend, sides, VARIANTS, vectors } from "./attention.js";
 import { parseNumber, tokensOrNull } from "./controls.js";
@@ -81,7 +80,7 @@ function rulesOf(start, example) {
   };
 }
 
-// "0:0.1 2:1/8" as slopes by head; what is no slope, or of no head, is left out.
+// "0:0.1 2:1/8" as slopes by head, of what is a slope and of a head.
 function readSlopes(text, { numHeads }) {
   const own = {};
   for (const [, head, slope] of text.matchAll(/(\d+):(\S+)/g)) {
@@ -136,8 +135,7 @@ export function openSides({ variant }, slopes, head) {
   return both.filter(({ slope }) => slope !== Infinity);
 }
 
-// compute(state) -> every head's vectors and steps, with the bias and without. What a change
-// leaves as it was is not computed again: a slope changes one head.
+// What a change leaves as it was is not computed again: a slope changes one head.
 export function headComputer(example) {
   let text = "";
   let heads = [];

@@ -1,5 +1,4 @@
-// The tables of the view "How": one query's row, and those below the picture, each in a part that
-// can be folded and is filled only while it is open.
+// The tables of the view "How": a query's row, and others in parts that fill while they are open.
 
 import { mean } from "./attention.js";
 import { element, note, setText } from "./dom.js";
@@ -7,7 +6,6 @@ import { openSides } from "./how_state.js";
 import { general, printed, slopeFraction } from "./numbers.js";
 import { dataTable } from "./table.js";
 
-// howTables(example, view) -> { elements, update() } with view() -> { state, heads, slopes }.
 export function howTables(example, view) {
   const parts = [
     slopePart(example),
@@ -70,8 +68,7 @@ function powerText(slope) {
   return Number.isInteger(2 * power) ? `2^${power}` : "";
 }
 
-// A table with a row for each token: `of(view)` gives its columns, the texts of a row, and a
-// caption that changes.
+// A row for each token: `of(view)` gives columns, texts of a row, and a caption that changes.
 function tokenTable(caption, of, corner = "query") {
   const table = dataTable({ caption, corner });
   return {

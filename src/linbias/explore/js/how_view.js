@@ -1,5 +1,5 @@
-// How it works: scores, the bias that is added to them, and the weights, as three matrices of one
-// head; one query's row of them, key by key; and what can be changed.
+// How it works: scores, bias and weights as three matrices of one head, one query's row of them,
+// and what can be changed.
 
 import { copyButton } from "./controls.js";
 import { announcer, debounce, element, setText } from "./dom.js";
@@ -14,7 +14,6 @@ import { printed, slopeFraction } from "./numbers.js";
 const MATRICES = ["scaled", "bias", "weights"];
 const OPERATORS = ["", "+", "\u2192"];
 
-// memory: { read() -> text, write(text) } keeps the state, behind # in a page.
 export function mountHow(root, { example }, memory) {
   const compute = headComputer(example);
   let state = readState(memory.read(), example);
@@ -138,7 +137,6 @@ export function mountHow(root, { example }, memory) {
     );
   }
 
-  // Whether a key takes no part.
   function hiddenCells(head) {
     return (head.hidden ??= Array.from(head.with.bias, (bias) => bias === -Infinity));
   }

@@ -15,8 +15,6 @@ const THUMB = 22; // pixels, as style.css has it
 const LINE_HEIGHT = 16; // of the names at the lines' ends
 const PER_OCTAVE = 32; // positions of the slider between a length and its double
 
-// lengthStory({ group, methods, onInput(length) }) -> { element, update(length) }; group: of a
-// run, as results.py gives it.
 export function lengthStory({ group, methods, onInput }) {
   const lengths = group.test_lengths;
   const [shortest, longest] = [lengths[0], lengths.at(-1)];
@@ -164,7 +162,7 @@ export function lengthStory({ group, methods, onInput }) {
   };
 }
 
-// Where a line stands at a length, between two that were measured, and the `last` one before it.
+// Where a line stands between two measured lengths, and the last one before it.
 function upTo(points, length) {
   const last = points.findLast(({ x }) => x <= length);
   const next = points.find(({ x }) => x > length);
@@ -173,8 +171,7 @@ function upTo(points, length) {
   return { last, x: length, y: last.y + share * (next.y - last.y) };
 }
 
-// What has become of every method at a measured length: linear biases first, then by what was
-// lost.
+// What has become of every method: linear biases first, then by what was lost.
 function lengthInWords(lines, trained, length) {
   if (length <= trained) {
     const at = `At ${grouped(length)} tokens, the length of training`;

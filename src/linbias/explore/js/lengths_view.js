@@ -1,5 +1,4 @@
-// Methods compared: loss by test length and by position, as `linbias extrapolate` measured them,
-// and of a run of one's own what Python says of it.
+// Methods compared as `linbias extrapolate` measured them, and what Python says of a run.
 
 import { lineChart } from "./chart.js";
 import { choice } from "./controls.js";
@@ -145,7 +144,6 @@ function seedsInWords({ num_seeds: numSeeds, findings }) {
   );
 }
 
-// What Python says of methods.
 function sentences(list, methods) {
   const items = list.map(({ method, says }) => {
     const { label, colour } = methods[method];

@@ -1,5 +1,4 @@
-// Trained models on a text: which head departs most from its bias, where a token looks, and what
-// each token cost.
+// Trained models on a text: their heads, where a token looks, and what each token cost.
 
 import { lineChart } from "./chart.js";
 import { largestOf } from "./colours.js";
@@ -118,7 +117,6 @@ function withoutWeights({ reading }) {
   return { element: note(words), update() {} };
 }
 
-// The heads of one model, and where they look.
 function attentionPanel({ data, reading, state, change }) {
   const { num_tokens: T } = reading;
   const weights = unpackWeights(reading);

@@ -1,11 +1,9 @@
-// The weights of a trained model as linbias.explore.reading packs them, what they say of heads and
-// rows, and the sentences of its view.
+// The weights of a trained model, what they say of heads and rows, and the view's sentences.
 
 import { fixed, grouped, slopeFraction, wholePercent } from "./numbers.js";
 
-// -> { row(layer, head, query), matrix(layer, head), small(layer, head, side) }, from 16 bits
-// each, row after row. Keys that a causal query does not see are absent from its row, and
-// -Infinity in the matrix; `small` is a picture whose values have a scale of their own.
+// Weights of 16 bits, row after row, as linbias.explore.reading packs them. Keys that a causal
+// query does not see are absent from its row, and -Infinity in the matrix.
 export function unpackWeights({ weights, num_tokens: T, num_heads: numHeads, causal }) {
   const bytes = Uint8Array.from(atob(weights), (letter) => letter.charCodeAt(0));
   const packed = Uint16Array.from({ length: bytes.length / 2 }, (_, i) =>
@@ -30,8 +28,7 @@ export function unpackWeights({ weights, num_tokens: T, num_heads: numHeads, cau
   return { row, matrix, small };
 }
 
-// A picture of `side` x `side` of a matrix whose rows `rowOf` gives: of a block of cells the
-// largest.
+// A picture of a matrix whose rows `rowOf` gives: of a block of cells the largest.
 export function shrunk(numRows, side, rowOf) {
   const values = new Float64Array(side * side);
   const pixelOf = (i) => Math.floor((i * side) / numRows);
@@ -55,8 +52,7 @@ function reachOfRow(row, query, share = 0.9) {
   return { mean, within };
 }
 
-// What the bias alone would make of a query's row. A slope that is null hides its side; where
-// there are no right slopes, both sides have the same.
+// What the bias alone would make of a query's row; a slope that is null hides its side.
 export function rowOfBias(reading, head, query) {
   const { slopes, right_slopes: rightSlopes, causal, num_tokens: T } = reading;
   const parts = Float64Array.from({ length: causal ? query + 1 : T }, (_, s) => {
@@ -67,8 +63,7 @@ export function rowOfBias(reading, head, query) {
   return parts.map((part) => part / total);
 }
 
-// "1/8"; of heads whose sides differ "1/8 before, 1/4 after", and "1/8 after" where one is hidden;
-// null without slopes.
+// "1/8"; of heads whose sides differ "1/8 before, 1/4 after"; null without slopes.
 export function slopeName({ slopes, right_slopes: rightSlopes }, head) {
   if (slopes === null) return null;
   if (rightSlopes === null) return shortSlope(slopes[head]);
@@ -88,8 +83,7 @@ export function headWords(reading, layer, head) {
   return `Layer ${layer}, head ${head}${slope === null ? "" : `, slope ${slope}`}`;
 }
 
-// The head on which the view opens: the one that departs most from its bias, and without biases
-// the one that looks farthest.
+// The head that departs most from its bias; without biases the one that looks farthest.
 export function openingHead({ departure, reach }) {
   const values = departure ?? reach.mean;
   const all = values.flatMap((row, layer) => row.map((value, head) => ({ layer, head, value })));

@@ -1,7 +1,6 @@
-// Attention near to far for one query: linbias/near_to_far.py restated, with what each step knew.
-//
-// A query reads blocks of keys from the nearest outwards and leaves a side as soon as a bound
-// proves that all the keys not yet read hold at most `tolerance` of its probability.
+// Attention near to far for one query, linbias/near_to_far.py restated: it reads blocks of keys
+// from the nearest outwards and leaves a side as soon as a bound proves that all keys beyond hold
+// at most `tolerance` of its probability.
 
 export const LEFT = 0;
 export const RIGHT = 1;
@@ -15,8 +14,8 @@ function scramble(x) {
   return (x ^ (x >>> 16)) >>> 0;
 }
 
-// `count` numbers of mean 0 and variance 1 of an independent stream, beginning with number `from`:
-// the four bytes of a hash added up are nearly normal, and no step rounds but the last division.
+// Numbers of mean 0 and variance 1 of an independent stream from an index on: the bytes of a hash
+// added up are nearly normal.
 export function normals(stream, count, from = 0) {
   const start = Math.imul(stream + 1, 0x9e3779b9) + from;
   return Float64Array.from({ length: count }, (_, i) => {
@@ -26,8 +25,7 @@ export function normals(stream, count, from = 0) {
   });
 }
 
-// log min(numKeys, 1 / (1 - exp(-slope))): at most the sum of exp(-slope * i) for i = 0 .. numKeys
-// - 1.
+// The log of at least the sum of exp(-slope * i) over i below numKeys.
 const logGeometric = (slope, numKeys) =>
   Math.min(Math.log(numKeys), -Math.log(-Math.expm1(-slope)));
 
@@ -37,10 +35,9 @@ export function windowOf(slope, { qNorm, kNorm, numKeys }, tolerance) {
   return Math.max(nats / slope, 0);
 }
 
-// What of one query does not depend on slopes and tolerance: query [size], scaled; keys [numKeys *
-// size]; position: the key at which the query stands. `dots` are the scores without bias;
-// `largest`, for LEFT and RIGHT, what no score without bias from key s outwards exceeds, with c
-// the mean key: q . k = q . c + q . (k - c) <= q . c + |q| |k - c|.
+// What of one query, [size] and scaled, does not depend on slopes: scores without bias, and for
+// both sides what none from key s outwards exceeds, by the mean key c:
+//   q . k = q . c + q . (k - c) <= q . c + |q| |k - c|
 export function prepareQuery({ query, keys, position }) {
   const size = query.length;
   const numKeys = keys.length / size;
@@ -84,14 +81,9 @@ function* blocksOutwards(position, numKeys, size) {
   }
 }
 
-// One query near to far. slopes: [left, right], Infinity hides a side, 0 never stops; tolerance:
-// in [0, 1), 0 reads all; block: keys of a block.
-//
-// Gives the keys read, first .. end - 1; the steps { side, first, end, bound, read, outside }: the
-// bound on the share of the step's keys and all beyond them (log), and the share that they really
-// hold; for each side why it ended ("bound", "keys": there are no more, "hidden"); `share`, the
-// tolerance of a side; the weights of all keys and their sums `before` (of keys 0 .. s) and
-// `after` (of keys s and beyond); and `leftOut`, what was never read.
+// One query near to far; an infinite slope hides its side. Gives the keys read, first .. end - 1;
+// for each block the bound on it and all beyond (log) and the share that is there; why each side
+// ended; the weights and their sums `before` (keys 0 .. s) and `after`; and what was never read.
 export function visit(prepared, { slopes, tolerance, block }) {
   const { position, numKeys, dots, largest } = prepared;
   const scores = dots.map((dot, s) => {

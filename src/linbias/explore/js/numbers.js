@@ -1,5 +1,4 @@
-// Numbers as Python prints them, to the last digit, and as charts and sentences show them; the
-// scales of charts.
+// Numbers as Python prints them, to the last digit, and as readers see them; scales of charts.
 
 // f"{x:.4f}"
 export function fixed(x, digits = 4) {
@@ -67,12 +66,10 @@ export function signedPercent(share) {
   return `${share < 0 ? "\u2212" : "+"}${text}`;
 }
 
-// How many decimals tell the first two of these ticks apart.
 export function decimalsOf([first = 0, second = 1]) {
   return Math.max(0, Math.min(6, -Math.floor(Math.log10(second - first) + 1e-9)));
 }
 
-// scaleOf({ low, high, from, to, log }): a function from numbers to pixels.
 export function scaleOf({ low, high, from, to, log = false }) {
   const at = log ? Math.log : (value) => value;
   const width = at(high) - at(low) || 1;

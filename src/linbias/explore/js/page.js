@@ -1,5 +1,4 @@
-// The page: a header with tabs, a link to what is shown and the choice of light or dark, and a
-// view for each tab.
+// The page: tabs, a link to what is shown, the choice of light or dark, and a view for each tab.
 
 import { choice, copyButton } from "./controls.js";
 import { element, rove, setAll, uniqueId } from "./dom.js";
@@ -23,9 +22,8 @@ const VIEWS = [
 const THEMES = ["auto", "light", "dark"];
 const NO_THEMES = { read: () => null, write() {}, watch() {} };
 
-// Builds the page in `root`, a `.explore` element. Views are made when they are first looked at.
-// `memory` keeps what is shown as a text such as "view=how&head=1": { read() -> text, write(text),
-// watch(callback) }, and link(), the address that brings it back, where there is one. `themes`
+// Builds the page in `root`; views are made when they are first looked at. `memory` keeps what is
+// shown as a text such as "view=how&head=1", and may have the link() that brings it back; `themes`
 // keeps the reader's choice of light or dark likewise.
 export function startPage(root, data, memory, themes = NO_THEMES) {
   const views = VIEWS.filter(({ needs }) => data[needs]).map((view) => {
@@ -119,8 +117,7 @@ function themeChoice(root, themes) {
   return control.element;
 }
 
-// Tabs over views [{ label, panel }], which arrow keys, Home and End walk -> { element,
-// show(view), focus(view) }; onChange(view) is asked to show another one.
+// Tabs that arrow keys, Home and End walk; onChange(view) is asked to show another one.
 function tabs(views, onChange) {
   const buttons = views.map((view) =>
     element("button", {

@@ -1,6 +1,5 @@
-// Order that is not counted, in the plane: points, one of which looks at all others, and a global
-// token that stands nowhere. All are alike, so that distance alone decides. Token 0 is the global
-// one.
+// Order that is not counted, in the plane: points, one of which looks at all others, and token 0,
+// a global one that stands nowhere. All are alike, so that distance alone decides.
 
 import { choice, copyButton } from "./controls.js";
 import { element, rove, setAll, setText, svgElement, uniqueId } from "./dom.js";
@@ -21,7 +20,6 @@ const POINTS = Array.from({ length: NUM_POINTS }, (_, i) => {
 });
 const DRAWN = [[DOT - EDGE, DOT - EDGE], ...POINTS]; // the global token has its place in a corner
 
-// How far every token is from one.
 function distancesFrom(query, metric) {
   if (query === 0) return DRAWN.map(() => 0);
   const [x, y] = POINTS[query - 1];
@@ -29,7 +27,6 @@ function distancesFrom(query, metric) {
   return [0, ...POINTS.map((point) => length(point[0] - x, point[1] - y))];
 }
 
-// planeStory({ onChange(parts) }) -> { element, update({ slope, metric, query }) }
 export function planeStory({ onChange }) {
   let shown = null;
   let pointed = null; // the token under the pointer

@@ -1,5 +1,4 @@
-// What the view of near to far shows, which of it a link may say, and one head's reading
-// explained.
+// What the view of near to far shows, what of it a link may say, and one head's reading.
 
 import { slopes } from "./attention.js";
 import { LEFT, normals, numVisible, prepareQuery, RIGHT, visit, windowOf } from "./near_to_far.js";
@@ -49,10 +48,8 @@ export function headSlopesOf(state) {
 
 const HEAD_SIZE = 16;
 
-// headReader() -> read({ head, slope, length, position, both, tolerance, block }), which gives {
-// query, found, read, visible }: what near_to_far.js knows of the query and finds, and how many
-// keys that is of how many. What does not change with tolerance and slopes is kept: of the last
-// queries of texts for good, of others the newest.
+// What near to far reads of one query. What does not change with tolerance and slopes is kept: of
+// the last queries of texts for good, of others the newest.
 export function headReader() {
   const streams = new Map();
   const prepared = new Map();
@@ -82,7 +79,6 @@ export const totalOf = (results, name) => results.reduce((total, one) => total +
 
 const stopsOf = ({ steps }) => steps.filter((step) => !step.read);
 
-// Why a head read what it read. `result` is that of a headReader.
 export function storyOf({ found, query }, slope, tolerance) {
   const { ended, leftOut, share } = found;
   const stops = stopsOf(found);
@@ -165,7 +161,6 @@ export function certificateChart(found, tolerance) {
 // A share is at most 1; near the query, where little has been read yet, the bound says less.
 const atMost = (step) => Math.min(1, Math.exp(step.bound));
 
-// A row for each block that the query came to, near to far.
 export function stepRows({ steps, share }) {
   return steps.map((step) => ({
     head: `${grouped(step.first)} \u2013 ${grouped(step.end - 1)}`,

@@ -1,5 +1,4 @@
-// Near to far: which keys one query reads in each head, where the bound lets it stop, and what
-// that leaves out.
+// Near to far: which keys one query reads in each head, where it stops, and what that leaves out.
 
 import { lineChart } from "./chart.js";
 import { choice, parseNumber, parseWhole, slider } from "./controls.js";
@@ -133,7 +132,6 @@ export function mountReach(root, data, memory) {
 const DTYPES = [[-53, "float64"], [-24, "float32"], [-13, "16 bits"]];
 const NO_SLOPE = -11; // the slider's first position
 
-// -> { element, update(state) }: of the text and the certificate.
 function reachControls(state, change) {
   let length = state.length;
   const choiceOf = (label, name, values, text = String) =>
@@ -165,8 +163,6 @@ function reachControls(state, change) {
   };
 }
 
-// -> { element, update(slope, isOwn) }: the chosen head's slope, and the way back to the
-// schedule's.
 function headSlopeControl(change) {
   const control = slider({
     label: "Slope of the head", min: NO_SLOPE, max: 1, step: 0.25, value: 0, toText: slopeFraction,
@@ -187,7 +183,6 @@ function headSlopeControl(change) {
   };
 }
 
-// A slider over powers of two, with the default of each dtype marked.
 function toleranceControl(value, onInput) {
   return slider({
     label: "Tolerance", min: NO_TOLERANCE, max: -2, value, onInput,

@@ -4,8 +4,7 @@
 const asNumber = (text) => (text === "" ? NaN : Number(text));
 
 // The values of a text by rules { start, is, read, name }: a number, or true written as 1, where
-// the rule does not read it. `name` is that in the text; `is` and `read` get the values before it
-// too.
+// no `read` is given. `name` is that in the text; `is` and `read` get the values before it too.
 export function readSaved(text, rules) {
   const given = new URLSearchParams(text);
   const state = {};

@@ -10,8 +10,7 @@ const STORY_SLOPES = Array.from({ length: 21 }, (_, step) => step / 20);
 export const STORY_WORDS = "The cat sat on the mat and the dog ran home".split(" ");
 export const STORY_SLOPE = 0.5;
 
-// A word as its weight inks it: a bar, the word itself, and the number. The thin line across the
-// bar is what it is compared with.
+// A word under a bar, which a thin line crosses that it is compared with, and above a number.
 export function inkWord(tag, word, isQuery) {
   return element(isQuery ? `${tag}.ink-word.ink-query` : `${tag}.ink-word`,
     element("span.ink-bar", { "aria-hidden": true }), word, element("span.ink-number"),
@@ -24,8 +23,7 @@ export function inkShares(weights) {
   return Array.from(weights, (weight) => Math.sqrt(weight / largest));
 }
 
-// Writes weights into the words; `most` is that of the tallest bar, `plain` those of the thin
-// lines.
+// Writes weights into words; `most` is that of the tallest bar, `plain` are those of thin lines.
 export function drawInk(words, { weights, plain, most }) {
   inkShares(weights).forEach((ink, s) => {
     const [share, thin] = [weights[s] / most, plain[s] / most];
@@ -34,8 +32,7 @@ export function drawInk(words, { weights, plain, most }) {
   });
 }
 
-// A slider with a large number over it: { range, value, label }, of which its owner makes an
-// element.
+// A slider with a large number over it, of whose parts its owner makes an element.
 export function storySlider(name, attributes) {
   const id = uniqueId("story");
   const range = element("input.story-range", { type: "range", id, ...attributes });
@@ -43,8 +40,7 @@ export function storySlider(name, attributes) {
   return { range, value, label: element("label", { for: id }, name) };
 }
 
-// Of slopes from 0 to 1, with what its two ends mean -> { element, set(slope, words) }; words:
-// what the slope leads to.
+// Of slopes from 0 to 1, with what its two ends mean; words: what the slope leads to.
 export function slopeOfStory({ ends, onInput }) {
   const { range, value, label } = storySlider("slope", {
     min: 0, max: 1, step: 0.01, on: { input: () => onInput(Number(range.value)) },

@@ -1,5 +1,4 @@
-// Order that is not counted, on a line: words at time stamps, and words that forget what came
-// before.
+// Order that is not counted, on a line: words at time stamps, and words that forget.
 
 import { copyButton } from "./controls.js";
 import { announcer, element, note, setAll, setText, svgElement, walked } from "./dom.js";
@@ -105,10 +104,9 @@ positions = [${positionsOf(shown).join(", ")}]
 print(linbias.attention(q, k, v, [${shown.slope}], positions=positions)[0, -1])
 print(linbias.attention_weights(q, k, [${shown.slope}], positions=positions)[0, -1].round(2))`;
 
-// A ruler under the words. Each has a knob at its place there, to be dragged or moved by arrow
-// keys, never past its neighbours; the words stand as near to their knobs as they find room,
-// joined to them by lines of their ink. A word is a button: pressed, it forgets what came before,
-// and the ruler is broken there. In narrow windows the ruler stands upright.
+// A ruler under the words. Each has a knob there, to be dragged or moved by keys, never past its
+// neighbours, and stands as near to it as it finds room. A word is a button: pressed, it forgets
+// what came before, and the ruler is broken there. In narrow windows the ruler stands upright.
 
 const TENTHS = 10; // of a unit: what a knob's step is
 const BREAK = 1.5; // units that a break takes on the ruler
@@ -116,9 +114,7 @@ const WIDEST_WORD = 62; // pixels on average, below which the ruler is set uprig
 const UPRIGHT_ROW = 40; // pixels of the upright ruler for each word
 const ENDS = { upright: 14, level: 34 }; // pixels beyond the ruler's two ends
 
-// ruler({ onMove(word, place), onForget(word) }) -> { element, update(shown) }, with { places,
-// gates, weights, plain, most }. places: from 0 to MOST_PLACE, never falling. gates: the words
-// that forget.
+// Of what is shown, places: from 0 to MOST_PLACE, never falling; gates: the words that forget.
 function ruler({ onMove, onForget }) {
   const last = STORY_WORDS.length - 1;
   const items = STORY_WORDS.map((word, s) => {

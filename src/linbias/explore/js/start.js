@@ -1,5 +1,4 @@
-// The page as a file: its data stand in it, what it shows stands behind # in its address, so that
-// a link shows what its sender saw.
+// The page as a file: what it shows stands behind # in its address, as a link for others.
 
 import { startPage } from "./page.js";
 
@@ -31,8 +30,7 @@ const themes = {
 const app = document.getElementById("app");
 startPage(app, JSON.parse(document.getElementById("data").textContent), address, themes);
 
-// In a frame it has no height of its own: the page around it is told how much room all of it
-// takes.
+// In a frame it has no height of its own: the page around it is told how much room it takes.
 if (parent !== window) {
   app.classList.add("framed");
   const tell = () => parent.postMessage({ linbiasHeight: app.offsetHeight }, "*");

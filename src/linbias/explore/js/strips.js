@@ -8,8 +8,6 @@ const FAINTEST = 1e-9; // the weight that is drawn as nothing: colours go by its
 const MOST_COLUMNS = 1024;
 const LEAST_BLOCK = 5; // pixels of a block between which and the next a line can be seen
 
-// strips({ onSelect(head) }) -> { element, update({ rows, block, selected }) }; rows: [{ name,
-// slope, visit, count, leftOut }], visit as near_to_far.js gives it, the others as printed.
 export function strips({ onSelect }) {
   const list = element("div.strips", { role: "radiogroup", "aria-label": "Heads" });
   const heads = ["", "slope", "keys", "keys read", "left out"];

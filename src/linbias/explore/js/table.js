@@ -2,9 +2,7 @@
 
 import { element, setText } from "./dom.js";
 
-// dataTable({ caption }) -> { element, setCaption(text), update(columns, rows, chosen) }: columns
-// are headings, a row is { head, cells }. A wide table scrolls in itself, and keys reach it for
-// that.
+// A row is { head, cells } of texts. A wide table scrolls in itself, and keys reach it for that.
 export function dataTable({ caption, corner = "" }) {
   const heading = (scope, text = "") => element("th", { scope, dir: "auto" }, text);
   const head = element("tr");

@@ -1,5 +1,4 @@
-// A text whose tokens are inked, each by a share from 0 to 1. To assistive technology it is a
-// slider over the tokens.
+// A text whose tokens are inked by shares from 0 to 1; to assistive technology it is a slider.
 
 import { element, setAll, setText, walked } from "./dom.js";
 import { fixed } from "./numbers.js";
@@ -28,9 +27,7 @@ export function revealWithin(box, { offsetTop, offsetHeight, offsetLeft, offsetW
   }
 }
 
-// tokenText({ data, label, marks, onSelect(token) }) -> { element, ink(shares), choose(token,
-// words) } marks: { 128: "words" } stand before these tokens. A share of null: the token takes no
-// part. words: what the token is.
+// marks: { 128: "words" } stand before these tokens; without a share a token takes no part.
 export function tokenText({ data: { tokens, separator }, label, marks = {}, onSelect }) {
   const last = tokens.length - 1;
   const spans = tokens.map((token, i) =>
@@ -81,9 +78,7 @@ export function tokenText({ data: { tokens, separator }, label, marks = {}, onSe
 
 export const endOfRows = (tokens, T) => T < tokens.length ? { [T]: `no rows past ${T}` } : {};
 
-// What each token of a text cost a model, and what the model expected instead: a column for each
-// model. lossColumn({ data, reading, label, colour, onSelect(token) }) -> { element, update(query)
-// }; the framed token is the one that follows the query.
+// What each token cost a model, and what it expected; the framed token follows the query.
 export function lossColumn({ data, reading, label, colour, onSelect }) {
   const { tokens, places, unit, vocabulary, blind } = data;
   const { bits, guesses, losses, train_length: trainLength, num_tokens: T } = reading;

@@ -11,8 +11,6 @@ const arePlaces = (x) =>
   x.length === SPOKEN.length && rises(x, 0) && x[0] >= 0 && x.at(-1) <= MOST_PLACE;
 const isGate = (gate) => gate > 0 && wholeUpTo(SPOKEN.length - 1)(gate);
 
-// Of the line its slope, places and gates; of the plane its slope, metric and the token that
-// looks.
 const WHERE_RULES = {
   slope: { start: 0.5, is: within(0, 1) },
   places: { name: "x", start: SPOKEN, is: arePlaces, read: list },

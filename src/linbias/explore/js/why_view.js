@@ -9,7 +9,6 @@ import { slopeStory, STORY_SLOPE, STORY_WORDS } from "./slope_story.js";
 
 const LINK_NAMES = { paper: "The paper", docs: "Documentation", code: "Code" };
 
-// go(view) leads to another view.
 export function mountWhy(root, { example, results, methods, links }, memory, go) {
   const hasLosses = ({ lines }) => lines.some((line) => line.lengths.some(({ y }) => y !== null));
   const group = results?.runs[0]?.groups.find(hasLosses);
@@ -78,7 +77,6 @@ export function mountWhy(root, { example, results, methods, links }, memory, go)
   lengths.update(state.length);
 }
 
-// The words, the slope and the length that the view opens with, unless a link says others.
 function whyRules(example, group) {
   const lengths = group?.test_lengths ?? [];
   return {

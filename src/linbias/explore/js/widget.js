@@ -1,5 +1,4 @@
-// The page inside a notebook: the same views in a shadow root, where the notebook's style does not
-// reach them.
+// The page inside a notebook, in a shadow root, where the notebook's style does not reach it.
 
 import { element } from "./dom.js";
 import { startPage } from "./page.js";
