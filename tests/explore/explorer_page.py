@@ -33,6 +33,24 @@ def explained(state: dict[str, Any]) -> tuple[linbias.Explanation, list[str]]:
     ), tokens
 
 
+STORY = "The cat sat on the mat and the dog ran home".split()
+
+
+def last_words_weights(words: list[str], slope: float, positions: Any = None) -> np.ndarray:
+    """What the last word gives to each word: attention whose values are the words themselves."""
+    q, k, _ = (rows[1:] for rows in explore.vectors(words, num_heads=2))
+    return linbias.attention(q, k, np.eye(len(words))[None], [slope], positions=positions)[0, -1]
+
+
+def copied(part: Any, what: str = "code") -> str:
+    """What a part of the page copies, selected where the clipboard is refused."""
+    part.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    part.get_by_role("button", name=f"Copy {what}").click()
+    return part.get_by_role("textbox", name="To copy by hand").evaluate(
+        "field => field.value.slice(field.selectionStart, field.selectionEnd)"
+    )
+
+
 def printed(value: float, digits: int = 4) -> str:
     """A number as the page prints it: a true minus sign, none on 0, and the sign of infinity."""
     text = f"{value:.{digits}f}"

@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import transformers
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BertConfig,
-    BertLMHeadModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
-)
 
 import browser
 import linbias
@@ -194,9 +186,9 @@ def test_slopes_of_other_families_are_those_of_their_attention(kind):
     sizes = {"vocab_size": 64, "hidden_size": 48, "d_model": 48}
     counts = {"num_hidden_layers": 1, "n_layers": 1, "num_attention_heads": 6, "n_heads": 6}
     extra = {"falcon": {"alibi": True}}.get(kind, {})
-    config = AutoConfig.for_model(kind, **sizes, **counts, **extra)
+    config = transformers.AutoConfig.for_model(kind, **sizes, **counts, **extra)
     torch.manual_seed(0)
-    network = fuse(AutoModelForCausalLM.from_config(config).eval())
+    network = fuse(transformers.AutoModelForCausalLM.from_config(config).eval())
     assert_slopes_are_those_of_attention(network, causal=True)
 
 
@@ -250,14 +242,6 @@ def test_losses_and_guesses_are_those_of_the_model(shown_run, run_folder):
 
 def byte_name(byte: int) -> str:
     return bytes([byte]).decode("utf-8", "backslashreplace")
-
-
-def test_losses_are_per_byte_of_the_scored_tokens():
-    bits, sizes = np.array([2.0, 4.0, 6.0]), [9, 1, 2, 3]
-    none = {"within": None, "beyond": None}
-    assert reading.losses(bits, sizes, 2) == {"all": 2.0, "within": 6 / 3, "beyond": 6 / 3}
-    assert reading.losses(bits, sizes, None) == {"all": 2.0, **none}
-    assert reading.losses(bits[:0], [9], 2) == {"all": None, **none}
 
 
 # Which models
@@ -365,18 +349,18 @@ def test_tokens_of_other_tokenizers():
     backend.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    sentences = PreTrainedTokenizerFast(tokenizer_object=backend)
+    sentences = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
     assert model.token_bytes(sentences, range(4)) == [b" the", b" cat", b"\xe2", b"s"]
     pieces = ["the", "##se", "[UNK]"]
     backend = tokenizers.Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
-    words = PreTrainedTokenizerFast(tokenizer_object=backend)
+    words = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
     assert model.token_bytes(words, [0, 1])[0] == b"the"
     assert model.token_bytes(byte_level_with_a_word(), [256]) == ["<\uff5cend\uff5c>".encode()]
 
 
-def byte_level_with_a_word() -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend)
+def byte_level_with_a_word() -> transformers.PreTrainedTokenizerFast:
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend)
     tokenizer.add_special_tokens({"eos_token": "<\uff5cend\uff5c>"})
     return tokenizer
 
@@ -562,8 +546,10 @@ def test_a_model_that_looks_ahead_and_has_no_slopes_is_shown_with_a_note(
 ):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=256, **sizes, intermediate_size=16, max_position_embeddings=24)
-    network = BertLMHeadModel(config).eval()
+    config = transformers.BertConfig(
+        vocab_size=256, **sizes, intermediate_size=16, max_position_embeddings=24
+    )
+    network = transformers.BertLMHeadModel(config).eval()
     monkeypatch.setattr(model, "load", lambda *_, **__: network)
     shown = model.read(model_folder, text_file)
     [one] = shown["models"]
@@ -608,8 +594,10 @@ def test_a_masked_model_with_slopes_of_both_sides(visit, text_file, tmp_path):
 def test_a_model_of_transformers_without_linear_biases(visit, text_file, tmp_path):
     torch.manual_seed(0)
     folder = tmp_path / "gpt2"
-    config = GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=64)
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    config = transformers.GPT2Config(
+        vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=64
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     byte_tokenizer().save(folder)
     shown = model.read(folder, text_file)
     panel = open_model(visit, page_of(shown, tmp_path))
@@ -618,7 +606,7 @@ def test_a_model_of_transformers_without_linear_biases(visit, text_file, tmp_pat
     assert "gpt2) has no linear biases" in panel.inner_text()
     ids = torch.tensor([load_tokenizer(folder)(CONTENT)["input_ids"]])
     with torch.no_grad():
-        nll = GPT2LMHeadModel.from_pretrained(folder)(ids, labels=ids).loss
+        nll = transformers.GPT2LMHeadModel.from_pretrained(folder)(ids, labels=ids).loss
     total = panel.locator(".loss-total").inner_text()
     assert float(total.split()[0]) == pytest.approx(float(nll) / np.log(2), abs=1e-3)
     assert panel.locator(".token-mark").count() == 0  # its training length is unknown

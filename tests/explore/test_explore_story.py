@@ -6,20 +6,13 @@ from urllib.parse import urlencode
 import pytest
 
 import linbias
-from explorer_page import Explorer, printed
+from explorer_page import STORY, Explorer, copied, last_words_weights, printed
 from linbias import explore
 from linbias.explore import data
 from linbias.explore.results import default
 from linbias.methods import METHODS
 
-WORDS = "The cat sat on the mat and the dog ran home".split()
 (GROUP,) = default()["runs"][0]["groups"]
-
-
-def explained(words, slope):
-    """What the last word gives to each word."""
-    q, k, v = explore.vectors(words, num_heads=2)
-    return linbias.explain(q[1:], k[1:], v[1:], [slope], causal=True).weights[0, -1]
 
 
 def ink(page):
@@ -30,7 +23,7 @@ def ink(page):
 
 
 def assert_ink(page, words, slope):
-    weights = explained(words, slope)
+    weights = last_words_weights(words, slope)
     assert ink(page) == [[w, printed(x, 2)] for w, x in zip(words, weights, strict=True)]
     shares = page.locator(".ink-word").evaluate_all(
         "words => words.map((word) => Number(word.style.getPropertyValue('--ink-share')))"
@@ -42,23 +35,23 @@ def test_the_ink_of_the_words_is_their_weight(visit, explorer_file):
     page = visit(explorer_file)
     assert page.get_by_role("tab", name="Why").get_attribute("aria-selected") == "true"
     assert page.locator(".lede").first.inner_text().startswith("ALiBi ")
-    assert_ink(page, WORDS, 0.5)
+    assert_ink(page, STORY, 0.5)
     slider = page.get_by_role("slider", name="slope")
     assert slider.get_attribute("aria-valuetext") == "0.5: most weight on \u201cdog\u201d, 0.29"
     slider.press("Home")
-    assert_ink(page, WORDS, 0.0)
+    assert_ink(page, STORY, 0.0)
     says = page.locator(".ink-says").first
-    back = sum(weight * (10 - s) for s, weight in enumerate(explained(WORDS, 0.0)))
+    back = sum(weight * (10 - s) for s, weight in enumerate(last_words_weights(STORY, 0.0)))
     words = f"content alone decides. \u201chome\u201d looks {back:.1f} words back"
     assert words in says.inner_text()
     slider.press("ArrowRight")
-    assert_ink(page, WORDS, 0.01)
+    assert_ink(page, STORY, 0.01)
     box = slider.bounding_box()
     page.mouse.move(box["x"] + 11, box["y"] + box["height"] / 2)
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] - 1, box["y"] + box["height"] / 2)
     page.mouse.up()
-    assert_ink(page, WORDS, 1.0)
+    assert_ink(page, STORY, 1.0)
     assert says.inner_text().endswith("most at itself.")
     page.wait_for_url(lambda address: address.endswith("#slope=1"))
 
@@ -163,7 +156,7 @@ def test_a_link_into_the_story(visit, explorer_file):
     # What makes no sense, an unknown view too, leaves the start; names of one view mean nothing to
     # another.
     page = visit(explorer_file, "view=?&slope=7&words=+&length=1")
-    assert_ink(page, WORDS, 0.5)
+    assert_ink(page, STORY, 0.5)
     page = visit(explorer_file, "slope=0.125&length=1024&head=1")
     page.get_by_role("tab", name="Cost").click()
     assert "length" not in page.url
@@ -292,17 +285,12 @@ def test_links_and_code_are_copied(open_state, explorer_file):
     )
     link.press("Enter")
     page.page.get_by_role("button", name="Link copied").wait_for()
-    copied = "navigator.clipboard.readText()"
-    assert page.page.evaluate(copied) == f"{explorer_file.resolve().as_uri()}#view=how&head=1"
+    clipboard = "navigator.clipboard.readText()"
+    assert page.page.evaluate(clipboard) == f"{explorer_file.resolve().as_uri()}#view=how&head=1"
     code.click()
     page.page.get_by_role("button", name="Code copied").wait_for()
-    assert page.page.evaluate(copied) == page.fold("In Python").locator("code").inner_text()
-    # Where the clipboard is refused, the text stands there, selected.
-    page.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
-    page.page.get_by_role("button", name="Link copied").click()
-    by_hand = page.page.get_by_role("textbox", name="To copy by hand")
-    selected = "field => field.value.slice(field.selectionStart, field.selectionEnd)"
-    assert by_hand.evaluate(selected) == page.page.url
+    assert page.page.evaluate(clipboard) == page.fold("In Python").locator("code").inner_text()
+    assert copied(page.page.locator(".top"), "link") == page.page.url
     page.page.get_by_role("button", name="Selected: copy it by hand").wait_for()
 
 
@@ -339,9 +327,9 @@ def test_the_documentations_first_page_has_the_slope(visit, tmp_path):
     )
     page = visit(path)
     assert page.locator("img").count() == 0
-    assert_ink(page, WORDS, 0.5)
+    assert_ink(page, STORY, 0.5)
     page.get_by_role("slider", name="slope").press("End")
-    assert_ink(page, WORDS, 1.0)
+    assert_ink(page, STORY, 1.0)
 
 
 FRAME = """<!DOCTYPE html>

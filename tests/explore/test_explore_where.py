@@ -12,11 +12,9 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 
-import linbias
-from explorer_page import printed
+from explorer_page import STORY, copied, last_words_weights, printed
 from linbias import explore
 
-WORDS = "The cat sat on the mat and the dog ran home".split()
 COUNTED = [float(s) for s in range(11)]
 FAR = 1000
 
@@ -52,16 +50,9 @@ def gap(page, s):
     return following["x"] - here["x"]
 
 
-def weights_at(slope, positions):
-    """What the last word gives to each word: attention whose values are the words themselves."""
-    q, k, _ = (rows[1:] for rows in explore.vectors(WORDS, num_heads=2))
-    words = np.eye(len(WORDS))[None]
-    return linbias.attention(q, k, words, [slope], positions=positions)[0, -1]
-
-
 def assert_line(page, slope, positions):
     """The words' numbers, ink and bars are those of Python's attention at these positions."""
-    weights = weights_at(slope, positions)
+    weights = last_words_weights(STORY, slope, positions)
     shown = page.locator(".ruler .ink-word").evaluate_all(
         """words => words.map((word) => {
           const names = ["--ink-share", "--share", "--plain"];
@@ -71,11 +62,11 @@ def assert_line(page, slope, positions):
           return { text, ink, share, plain };
         })"""
     )
-    wanted = [[word, printed(x, 2)] for word, x in zip(WORDS, weights, strict=True)]
+    wanted = [[word, printed(x, 2)] for word, x in zip(STORY, weights, strict=True)]
     assert [word["text"] for word in shown] == wanted
     assert [word["ink"] for word in shown] == pytest.approx(list((weights / weights.max()) ** 0.5))
     # Bars and the thin lines across them, the weights of words that are counted, have one scale.
-    counted = weights_at(slope, COUNTED)
+    counted = last_words_weights(STORY, slope, COUNTED)
     most = max(0.35, *weights, *counted)
     assert [word["share"] for word in shown] == pytest.approx(list(weights / most))
     assert [word["plain"] for word in shown] == pytest.approx(list(counted / most))
@@ -123,7 +114,7 @@ def test_a_stamp_is_dragged_and_never_past_its_neighbours(where, width):
     moves = ("mat", 0.5, 5.5), ("mat", -1.2, 4.3), ("mat", 4, 6.0), ("cat", -1.5, 0.0)
     for word, units, reaches in (*moves, ("home", 2.5, 12.0)):
         drag(page, word, units * unit[0], units * unit[1])
-        stands[WORDS.index(word)] = reaches
+        stands[STORY.index(word)] = reaches
         assert positions(page) == pytest.approx(stands)
         assert_line(page, 0.5, stands)
     # Once let go, the knob follows the pointer no longer.
@@ -392,16 +383,9 @@ def test_a_link_brings_stamps_and_points_back(where, visit, explorer_file):
         assert positions(where(gates=gates)) == start
 
 
-def copied(page, section):
-    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
-    part = page.locator(section)
-    part.get_by_role("button", name="Copy code").click()
-    return part.get_by_role("textbox", name="To copy by hand").input_value()
-
-
 def test_the_code_of_the_line_gives_its_numbers(where):
     page = where(x="0 1 2 3 4 4.5 6 7.1 8 9 12", gates="4", slope=0.3)
-    code = copied(page, ".stamps")
+    code = copied(page.locator(".stamps"))
     assert "linbias.attention(q, k, v, [0.3], positions=" in code
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(code, {})
@@ -409,9 +393,10 @@ def test_the_code_of_the_line_gives_its_numbers(where):
     output, weights = (np.fromstring(line, sep=" ") for line in lines)
     stands = positions(page)
     assert stands[4] == 1004
-    assert weights == pytest.approx(weights_at(0.3, stands).round(2))
-    _, _, v = explore.vectors(WORDS, num_heads=2)
-    assert output == pytest.approx(weights_at(0.3, stands) @ v[1], abs=1e-6)
+    expected = last_words_weights(STORY, 0.3, stands)
+    assert weights == pytest.approx(expected.round(2))
+    _, _, v = explore.vectors(STORY, num_heads=2)
+    assert output == pytest.approx(expected @ v[1], abs=1e-6)
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
@@ -421,7 +406,7 @@ def test_the_code_of_the_plane_gives_its_numbers(where, metric):
     assert_plane(page, 50, 0.8, metric)
     names: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(copied(page, ".plane-story"), names)
+        exec(copied(page.locator(".plane-story")), names)
     for query in (50, 0):
         wanted = plane_weights(query, 0.8, metric)
         assert names["weights"][query].numpy() == pytest.approx(wanted)
