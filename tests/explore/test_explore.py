@@ -84,11 +84,11 @@ def test_numbers_equal_explain(open_state, variant, changes):
     plain, _ = explained({**state, "left": slopes_of_0(trace), "right": slopes_of_0(trace)})
     columns = [trace.raw, trace.scaled, trace.bias, trace.scores, trace.weights, plain.weights]
     rows = zip(*(values[head, row] for values in columns), strict=True)
-    shown = page.page.locator(".row-table tbody tr").evaluate_all(
+    shown = page.locator(".row-table tbody tr").evaluate_all(
         "rows => rows.map(({ cells }) => [...cells].slice(1, 7).map((cell) => cell.textContent))"
     )
     assert shown == [[printed(x) for x in numbers] for numbers in rows]
-    after = page.page.locator(".row-panel .after").inner_text()
+    after = page.locator(".row-panel .after").inner_text()
     outputs = "\u2002".join(printed(x) for x in trace.output[head, row])
     assert f"output [{outputs}]" in after
     assert f"log-sum-exp {printed(trace.lse[head, row])}" in after
@@ -120,7 +120,7 @@ def slopes_of_0(trace):
 
 def test_slope_0_is_standard_attention(open_state):
     page = open_state()
-    page.page.get_by_role("slider", name="Slope").press("Home")
+    page.get_by_role("slider", name="Slope").press("Home")
     q, k, _ = explore.vectors(WORDS[:5], 2)
     scores = np.exp(q[0] @ k[0].T / np.sqrt(2))
     standard = scores / scores.sum(1, keepdims=True)

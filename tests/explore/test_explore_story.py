@@ -227,29 +227,29 @@ def test_steps_lead_through_the_arithmetic(open_state, visit, explorer_file):
         ("A steep and a flat head", 0, [f"{x:g}" for x in linbias.slopes(8)], "dog"),
         ("Scores plus bias", 0, ["0.5", "0.25"], "cat"),
     ):
-        button = page.page.get_by_role("button", name=name)
+        button = page.get_by_role("button", name=name)
         button.click()
         assert button.get_attribute("aria-pressed") == "true"
         assert page.title().startswith(f"What \u201c{row}\u201d looks at, head {head}")
         assert [cells[1] for cells in page.table("Slopes")] == slopes
-        says = page.page.locator(".step-says").inner_text()
+        says = page.locator(".step-says").inner_text()
         seen.add(says)
-        assert says in page.page.get_by_role("status").all_inner_texts()
-        page.page.wait_for_timeout(90)  # the address follows the picture after 60 ms
-        again = Explorer(visit(explorer_file, page.page.url.partition("#")[2]))
-        assert again.page.locator("[aria-pressed=true]").inner_text().endswith(name)
+        assert says in page.get_by_role("status").all_inner_texts()
+        page.wait_for_timeout(90)  # the address follows the picture after 60 ms
+        again = Explorer(visit(explorer_file, page.url.partition("#")[2]))
+        assert again.locator("[aria-pressed=true]").inner_text().endswith(name)
         assert again.title().startswith(f"What \u201c{row}\u201d looks at, head {head}")
         page = again
     assert len(seen) == 5
-    page.page.get_by_role("slider", name="Slope").press("ArrowLeft")
-    assert page.page.locator(".steps [aria-pressed=true]").count() == 0
-    assert page.page.locator(".step-says").inner_text().startswith("Head 0, slope 0.4585: ")
+    page.get_by_role("slider", name="Slope").press("ArrowLeft")
+    assert page.locator(".steps [aria-pressed=true]").count() == 0
+    assert page.locator(".step-says").inner_text().startswith("Head 0, slope 0.4585: ")
     for state in ({"left": "0:0.3"}, {"step": "heads", "left": "0:0.3"}):  # a slope is not
-        assert open_state(**state).page.locator(".steps [aria-pressed=true]").count() == 0
+        assert open_state(**state).locator(".steps [aria-pressed=true]").count() == 0
     # Another head of a step is still that step.
     page = open_state(step="heads", head=7)
     assert page.title() == "What \u201cdog\u201d looks at, head 7, slope 1/256"
-    assert page.page.locator(".steps [aria-pressed=true]").count() == 1
+    assert page.locator(".steps [aria-pressed=true]").count() == 1
 
 
 def test_what_a_step_says_of_its_numbers_is_so(open_state):
@@ -266,32 +266,30 @@ def test_what_a_step_says_of_its_numbers_is_so(open_state):
 
 def test_a_row_under_the_pointer_shows_in_all_three(open_state):
     page = open_state()
-    grids = page.page.get_by_role("grid")
+    grids = page.get_by_role("grid")
     grids.nth(1).get_by_role("row").nth(3).get_by_role("gridcell").nth(1).hover()
-    assert page.page.locator(".heat-row.pointed").count() == 3
+    assert page.locator(".heat-row.pointed").count() == 3
     assert page.title().startswith("What \u201csat\u201d looks at")
-    readouts = page.page.locator(".view-how .readout").all_inner_texts()
+    readouts = page.locator(".view-how .readout").all_inner_texts()
     expected = ["0.7071", "\u22120.5000", "0.1653"]
     assert readouts == [f"sat \u2192 cat  {number}" for number in expected]
-    page.page.mouse.move(5, 5)
-    assert page.page.locator(".heat-row.pointed").count() == 0
+    page.mouse.move(5, 5)
+    assert page.locator(".heat-row.pointed").count() == 0
     assert page.title().startswith("What \u201ccat\u201d looks at")
 
 
 def test_links_and_code_are_copied(open_state, explorer_file):
     page = open_state({"permissions": ["clipboard-read", "clipboard-write"]}, head=1)
-    link, code = (
-        page.page.get_by_role("button", name=f"Copy {name}") for name in ("link", "code")
-    )
+    link, code = (page.get_by_role("button", name=f"Copy {name}") for name in ("link", "code"))
     link.press("Enter")
-    page.page.get_by_role("button", name="Link copied").wait_for()
+    page.get_by_role("button", name="Link copied").wait_for()
     clipboard = "navigator.clipboard.readText()"
-    assert page.page.evaluate(clipboard) == f"{explorer_file.resolve().as_uri()}#view=how&head=1"
+    assert page.evaluate(clipboard) == f"{explorer_file.resolve().as_uri()}#view=how&head=1"
     code.click()
-    page.page.get_by_role("button", name="Code copied").wait_for()
-    assert page.page.evaluate(clipboard) == page.fold("In Python").locator("code").inner_text()
-    assert copied(page.page.locator(".top"), "link") == page.page.url
-    page.page.get_by_role("button", name="Selected: copy it by hand").wait_for()
+    page.get_by_role("button", name="Code copied").wait_for()
+    assert page.evaluate(clipboard) == page.fold("In Python").locator("code").inner_text()
+    assert copied(page.locator(".top"), "link") == page.url
+    page.get_by_role("button", name="Selected: copy it by hand").wait_for()
 
 
 # Phones
@@ -309,9 +307,9 @@ def test_no_view_is_wider_than_the_window(visit, explorer_file, width):
 
 def test_on_a_phone_the_slider_stays_with_what_it_moves(open_state):
     page = open_state({"viewport": {"width": 390, "height": 844}})
-    page.page.get_by_role("grid").nth(2).evaluate("grid => grid.scrollIntoView({ block: 'end' })")
-    slider = page.page.get_by_role("slider", name="Slope").bounding_box()
-    matrix = page.page.get_by_role("grid").nth(2).bounding_box()
+    page.get_by_role("grid").nth(2).evaluate("grid => grid.scrollIntoView({ block: 'end' })")
+    slider = page.get_by_role("slider", name="Slope").bounding_box()
+    matrix = page.get_by_role("grid").nth(2).bounding_box()
     assert 0 <= slider["y"] < matrix["y"]
     assert matrix["y"] + matrix["height"] <= 845
 

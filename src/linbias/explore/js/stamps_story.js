@@ -118,14 +118,16 @@ const ENDS = { upright: 14, level: 34 }; // pixels beyond the ruler's two ends
 function ruler({ onMove, onForget }) {
   const last = STORY_WORDS.length - 1;
   const items = STORY_WORDS.map((word, s) => {
-    const named = (what) => ({ "aria-label": what.replace("*", `\u201c${word}\u201d`) });
-    const forget = { ...named("* forgets what came before"), on: { click: () => onForget(s) } };
+    const quoted = `\u201c${word}\u201d`;
     const name = element("bdi", word);
+    const forget = {
+      "aria-label": `${quoted} forgets what came before`, on: { click: () => onForget(s) },
+    };
     // The first word has nothing to forget.
     const button = s > 0 && element("button.forget", forget, name);
     const label = inkWord("div", button || name, s === last);
     const knob = element("span.knob", {
-      role: "slider", tabindex: 0, ...named("stamp of *"),
+      role: "slider", tabindex: 0, "aria-label": `stamp of ${quoted}`,
       on: {
         pointerdown: (event) => hold(event, s), pointermove: drag,
         keydown: (event) => step(event, s),

@@ -14,21 +14,18 @@ export function strips({ onSelect }) {
   let shown = null;
 
   function build(rows) {
-    const buttons = rows.map((_, head) =>
-      element("button.strip-row", {
-        role: "radio", on: { click: () => choose(head), keydown: walk },
-      },
-        element("span.strip-name"),
-        element("span.strip-slope"),
-        element("span.strip",
-          element("canvas", { height: 1, "aria-hidden": true }),
-          element("span.strip-frame", element("i"), element("i")),
-          element("span.strip-query"),
-        ),
-        element("span.strip-count"),
-        element("span.strip-left"),
-      ),
-    );
+    const buttons = rows.map((_, head) => {
+      const on = { click: () => choose(head), keydown: walk };
+      const strip = element("span.strip",
+        element("canvas", { height: 1, "aria-hidden": true }),
+        element("span.strip-frame", element("i"), element("i")),
+        element("span.strip-query"),
+      );
+      const [name, slope, read, left] = ["name", "slope", "count", "left"].map((part) =>
+        element(`span.strip-${part}`),
+      );
+      return element("button.strip-row", { role: "radio", on }, name, slope, strip, read, left);
+    });
     list.replaceChildren(...buttons);
   }
 
