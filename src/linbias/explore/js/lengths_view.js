@@ -17,50 +17,38 @@ export function mountLengths(root, { methods, results: { runs } }) {
   const lede = element("p.lede");
   const facts = element("dl.facts");
   const [said, measured] = [element("div.said"), element("div.measured")];
-  const [lengths, reads] = [element("div"), element("div")];
+  const [names, lengths, reads] = ["div", "div", "div"].map((kind) => element(kind));
   const [how, seeds, scored] = [note(), note(), note()];
 
-  // The choices that a run gives. Runs of the command measure segments alone.
-  function build() {
-    const trained = choice({
-      label: "Trained on, tokens", value: group.train_length,
-      options: run.groups.map((one) => ({
-        value: one.train_length, label: grouped(one.train_length),
-      })),
-      onChange(value) {
-        group = run.groups.find((one) => one.train_length === value);
-        draw();
-      },
-    });
-    lengths.replaceChildren(...(run.groups.length > 1 ? [trained.element] : []));
-    const both = group.lines.every(({ sliding }) => sliding);
-    if (!both) read = "lengths";
-    const ways = choice({
-      label: "Read the text", value: read,
-      options: Object.entries(WAYS).map(([value, { label }]) => ({ value, label })),
-      onChange(value) {
-        read = value;
-        draw();
-      },
-    });
-    reads.replaceChildren(...(both ? [ways.element] : []));
-    draw();
+  // A choice among pairs of value and label, where there is more than one; `take` sets the value.
+  function offer(box, label, options, value, take) {
+    const onChange = (to) => {
+      take(to);
+      draw();
+    };
+    const control = choice({ label, value, onChange, options: options.map(labelled) });
+    box.replaceChildren(...(options.length > 1 ? [control.element] : []));
   }
 
-  const runChoice = choice({
-    label: "Run", options: runs.map((one, i) => ({ value: i, label: one.name })), value: 0,
-    onChange(number) {
-      run = runs[number];
-      group = run.groups[0];
-      build();
-    },
-  });
+  // What a run gives to choose from. Runs of the command measure segments alone.
+  function open(next) {
+    run = next;
+    group = run.groups[0];
+    const trained = run.groups.map((one) => [one.train_length, grouped(one.train_length)]);
+    offer(lengths, "Trained on, tokens", trained, group.train_length, (length) => {
+      group = run.groups.find((one) => one.train_length === length);
+    });
+    const ways = Object.keys(WAYS).filter((way) => group.lines.every((line) => line[way]));
+    if (!ways.includes(read)) read = "lengths";
+    const says = ways.map((way) => [way, WAYS[way].label]);
+    offer(reads, "Read the text", says, read, (way) => (read = way));
+  }
 
   root.append(
     element("h2", "Train short, test long"),
     lede,
     said,
-    element("div.abreast", runs.length > 1 && runChoice.element, lengths),
+    element("div.abreast", runs.length > 1 && names, lengths),
     section("Loss by test length", how, reads, byLength.element, table.element, seeds),
     section("Loss by position",
       note(
@@ -115,8 +103,12 @@ export function mountLengths(root, { methods, results: { runs } }) {
     measured.replaceChildren(...tables.filter(Boolean));
   }
 
-  build();
+  offer(names, "Run", runs.map((one, i) => [i, one.name]), 0, (number) => open(runs[number]));
+  open(run);
+  draw();
 }
+
+const labelled = ([value, label]) => ({ value, label });
 
 const WAYS = {
   lengths: {
