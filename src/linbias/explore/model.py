@@ -65,7 +65,7 @@ def read(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dict[str,
         "whole": num_tokens == len(ids) and not has_more,
         "notes": notes,
         "tokens": [_readable(token) for token in shown.tokens],
-        "places": [shown.place(i) for i in shown.ids.tolist()],  # of the tokens in `vocabulary`
+        "places": [shown.index_of(i) for i in shown.ids.tolist()],  # of the tokens in `vocabulary`
         "separator": " " if "WordPiece" in _decoder(shown.tokenizer) else "",
         "unit": "token" if shown.sizes is None else "byte",
         "vocabulary": shown.names,
@@ -82,18 +82,18 @@ def _models_of_run(model: str | Path) -> tuple[str, list[str]]:
     """
     path = Path(model).resolve()
     of_run = (path / "models").is_dir() and not _is_finished(path)
-    places = _places(path / "models" if of_run else path.parent)
-    if not of_run and path not in places:
+    methods = _methods_in(path / "models" if of_run else path.parent)
+    if not of_run and path not in methods:
         return str(model), [str(model)]
 
     def rank(folder: Path) -> tuple[Any, ...]:
-        method, length, seed = places[folder]
+        method, length, seed = methods[folder]
         return seed, length, not METHODS[method].linear
 
-    main = min(filter(_is_finished, places), key=rank, default=None) if of_run else path
+    main = min(filter(_is_finished, methods), key=rank, default=None) if of_run else path
     if main is None:
         raise ValueError(f"explore: model must be a run with a finished model, got {model}")
-    same = [folder for folder in places if places[folder][1:] == places[main][1:]]
+    same = [folder for folder in methods if methods[folder][1:] == methods[main][1:]]
     return str(main), [str(folder) for folder in same]
 
 
@@ -101,14 +101,14 @@ def _is_finished(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-def _places(folder: Path) -> dict[Path, tuple[str, int, int]]:
+def _methods_in(folder: Path) -> dict[Path, tuple[str, int, int]]:
     """Method, training length and seed of the models in a run's `models`, ordered as METHODS."""
-    places = {}
+    methods = {}
     for method in METHODS if folder.name == "models" else ():
         for path in sorted(folder.glob(f"{method}-L*-s*")):
-            if found := re.fullmatch(r"-L(\d+)-s(\d+)", path.name.removeprefix(method)):
-                places[path] = method, int(found[1]), int(found[2])
-    return places
+            if match := re.fullmatch(r"-L(\d+)-s(\d+)", path.name.removeprefix(method)):
+                methods[path] = method, int(match[1]), int(match[2])
+    return methods
 
 
 def _name(folder: str) -> str:
@@ -177,7 +177,7 @@ class _Text:
     ids: Ids
     tokenizer: PreTrainedTokenizerBase
     names: list[str] = field(default_factory=list)
-    _places: dict[int, int] = field(default_factory=dict)
+    _indices: dict[int, int] = field(default_factory=dict)
 
     @cached_property
     def tokens(self) -> list[bytes]:
@@ -189,12 +189,12 @@ class _Text:
         is_text = self.content.startswith(b"".join(self.tokens).removeprefix(b" "))
         return [len(token) for token in self.tokens] if is_text else None
 
-    def place(self, id: int) -> int:
+    def index_of(self, id: int) -> int:
         """The index of a token's name."""
-        if id not in self._places:
-            self._places[id] = len(self.names)
+        if id not in self._indices:
+            self._indices[id] = len(self.names)
             self.names.append(_readable(*token_bytes(self.tokenizer, [id])))
-        return self._places[id]
+        return self._indices[id]
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -272,7 +272,7 @@ def _expected(logits: Any, ids: Ids, shown: _Text, train_length: int | None) -> 
     sizes = shown.sizes or [1] * len(ids)
 
     def guess(id: int, probability: float) -> list[float]:
-        return [shown.place(id), round(probability, _DIGITS)]
+        return [shown.index_of(id), round(probability, _DIGITS)]
 
     rows = zip(guesses.tolist(), probabilities.tolist(), strict=True)
     return {

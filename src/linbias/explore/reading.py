@@ -63,14 +63,14 @@ def slopes_of(model: PreTrainedModel, num_tokens: int) -> tuple[Float64, Float64
     """
     position = getattr(model.base_model, "position", None)
     if isinstance(position, Biased):
-        found = position.fall(torch.zeros(1, 1, num_tokens, 1), num_tokens, AttendOptions())
-        if isinstance(position, LittleBird | Stepped) or "mask" in found:
+        fall = position.fall(torch.zeros(1, 1, num_tokens, 1), num_tokens, AttendOptions())
+        if isinstance(position, LittleBird | Stepped) or "mask" in fall:
             return None
-        left, right = found["slopes"], found.get("right_slopes", found["slopes"])
+        left, right = fall["slopes"], fall.get("right_slopes", fall["slopes"])
     else:
         fused = (getattr(module, "fused_bias", module) for module in model.modules())
         kept = (getattr(bias, "slopes", None) for bias in fused)
-        slopes = next((found for found in kept if isinstance(found, ModelSlopes)), None)
+        slopes = next((one for one in kept if isinstance(one, ModelSlopes)), None)
         if slopes is None:
             return None
         left = right = slopes.left(torch.zeros(1, 1, 1, 1), num_tokens)

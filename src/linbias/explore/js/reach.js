@@ -70,8 +70,9 @@ export function headReader() {
   return ({ head, slope, length, position, both, tolerance, block }) => {
     const query = queryOf(head, length, position);
     const sides = [slope, both ? slope : Infinity];
-    const found = visit(query, { slopes: sides, tolerance, block });
-    return { query, found, read: found.end - found.first, visible: numVisible(query, sides) };
+    const visited = visit(query, { slopes: sides, tolerance, block });
+    const read = visited.end - visited.first;
+    return { query, visited, read, visible: numVisible(query, sides) };
   };
 }
 
@@ -79,9 +80,9 @@ export const totalOf = (results, name) => results.reduce((total, one) => total +
 
 const stopsOf = ({ steps }) => steps.filter((step) => !step.read);
 
-export function storyOf({ found, query }, slope, tolerance) {
-  const { ended, leftOut, share } = found;
-  const stops = stopsOf(found);
+export function storyOf({ visited, query }, slope, tolerance) {
+  const { ended, leftOut, share } = visited;
+  const stops = stopsOf(visited);
   if (stops.length === 0 && slope === 0) {
     return "Without a slope no key is too far to matter: it reads everything.";
   }
@@ -112,8 +113,8 @@ export function storyOf({ found, query }, slope, tolerance) {
 }
 
 // The bound before each block and what is really there, by key, as far from the query as pays.
-export function certificateChart(found, tolerance) {
-  const { position, numKeys, first, end, steps, share, before, after, ended } = found;
+export function certificateChart(visited, tolerance) {
+  const { position, numKeys, first, end, steps, share, before, after, ended } = visited;
   const beyond = (span) => Math.ceil(0.6 * span) + 8;
   const [isLeft, isRight] = ended.map((why) => why !== "hidden");
   const low = isLeft ? Math.max(0, first - beyond(position - first)) : position;
@@ -122,7 +123,7 @@ export function certificateChart(found, tolerance) {
   const nearest = (step) => (step.side === LEFT ? step.end - 1 : step.first);
   const there = steps.map((step) => ({ x: nearest(step), y: step.outside }));
   const block = Math.max(1, ...steps.map((step) => step.end - step.first));
-  for (const { side, first: from, end: to } of stopsOf(found)) {
+  for (const { side, first: from, end: to } of stopsOf(visited)) {
     // What lies beyond the stop, where no bound was needed.
     const [start, sums, way] = side === LEFT ? [from - 1, before, -block] : [to, after, block];
     for (let s = start; low <= s && s <= high; s += way) there.push({ x: s, y: sums[s] });
@@ -132,7 +133,7 @@ export function certificateChart(found, tolerance) {
       .sort((a, b) => a.x - b.x)
       .map(({ x, y }) => ({ x, y: y === null || y < floor ? null : y }));
   const middle = low < position && position < high ? position : undefined;
-  const stops = stopsOf(found).map(nearest);
+  const stops = stopsOf(visited).map(nearest);
   return {
     label: "The bound on all keys further away, and what they really hold",
     x: {

@@ -79,9 +79,9 @@ export function mountReach(root, data, memory) {
     sum.textContent = `of the work remains: this query reads ${keys}.`;
     rows.update({
       rows: results.map((result, head) => ({
-        name: `Head ${head}`, slope: slopeFraction(all[head]), visit: result.found,
+        name: `Head ${head}`, slope: slopeFraction(all[head]), visit: result.visited,
         count: `${grouped(result.read)} of ${grouped(result.visible)}`,
-        leftOut: scientific(result.found.leftOut, 2),
+        leftOut: scientific(result.visited.leftOut, 2),
       })),
       block: state.block, selected: state.head,
     });
@@ -93,15 +93,15 @@ export function mountReach(root, data, memory) {
   function drawHead(result, slope) {
     title.textContent = `Head ${state.head}, slope ${slopeFraction(slope)}`;
     story.textContent = storyOf(result, slope, toleranceOf(state));
-    certificate.update(certificateChart(result.found, toleranceOf(state)));
+    certificate.update(certificateChart(result.visited, toleranceOf(state)));
     drawTrace();
   }
 
   function drawTrace() {
     if (!steps.open) return;
-    const { found } = results[state.head];
-    const stop = found.steps.findIndex((step) => !step.read);
-    trace.update(["at most", "tolerance", "really there", "block"], stepRows(found), stop);
+    const { visited } = results[state.head];
+    const stop = visited.steps.findIndex((step) => !step.read);
+    trace.update(["at most", "tolerance", "really there", "block"], stepRows(visited), stop);
   }
 
   function drawWork() {
