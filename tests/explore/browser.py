@@ -1,4 +1,6 @@
-"""Pages in Debian's Chromium, driven by Playwright, with nothing to download and nothing left to the network."""
+"""Pages in Debian's Chromium, driven by Playwright, with nothing to download and nothing left to
+the network.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -48,7 +50,9 @@ def started() -> Iterator[Any]:
 
 
 def open_tab(browser: Any, **options: Any) -> Any:
-    """A tab with a context of its own, and a window of 1280 x 900 pixels unless the options say otherwise."""
+    """A tab with a context of its own, and a window of 1280 x 900 pixels unless the options say
+    otherwise.
+    """
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
     page = context.new_page()
     page.set_default_timeout(5000)

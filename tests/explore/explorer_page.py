@@ -12,7 +12,9 @@ from linbias.variants import variant_slopes
 
 
 def explained(state: dict[str, Any]) -> tuple[linbias.Explanation, list[str]]:
-    """The same by Python: slopes by name, those set by hand instead, and a right side a quarter as steep."""
+    """The same by Python: slopes by name, those set by hand instead, and a right side a quarter as
+    steep.
+    """
     variant, num_heads = state.get("variant", "symmetric"), state.get("heads", 2)
     left, right = variant_slopes("test", variant, num_heads, state.get("schedule", "halving"))
     if variant == "asymmetric":
@@ -31,6 +33,24 @@ def explained(state: dict[str, Any]) -> tuple[linbias.Explanation, list[str]]:
     ), tokens
 
 
+STORY = "The cat sat on the mat and the dog ran home".split()
+
+
+def last_words_weights(words: list[str], slope: float, positions: Any = None) -> np.ndarray:
+    """What the last word gives to each word: attention whose values are the words themselves."""
+    q, k, _ = (rows[1:] for rows in explore.vectors(words, num_heads=2))
+    return linbias.attention(q, k, np.eye(len(words))[None], [slope], positions=positions)[0, -1]
+
+
+def copied(part: Any, what: str = "code") -> str:
+    """What a part of the page copies, selected where the clipboard is refused."""
+    part.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    part.get_by_role("button", name=f"Copy {what}").click()
+    return part.get_by_role("textbox", name="To copy by hand").evaluate(
+        "field => field.value.slice(field.selectionStart, field.selectionEnd)"
+    )
+
+
 def printed(value: float, digits: int = 4) -> str:
     """A number as the page prints it: a true minus sign, none on 0, and the sign of infinity."""
     text = f"{value:.{digits}f}"
@@ -40,47 +60,49 @@ def printed(value: float, digits: int = 4) -> str:
 
 
 class Explorer:
-    """The view "How", open in a browser: matrices 0 to 2 are scaled q . k, bias and weights."""
+    """A page whose view "How" is open: matrices 0 to 2 are scaled q . k, bias and weights."""
 
     def __init__(self, page: Any) -> None:
         self.page = page
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.page, name)
+
     def cells(self, grid: int = 2) -> list[list[str]]:
         """The numbers that stand in a matrix, each row after its name."""
-        rows = self.page.get_by_role("grid").nth(grid).locator(".heat-row")
+        rows = self.get_by_role("grid").nth(grid).locator(".heat-row")
         return rows.evaluate_all(
             "rows => rows.map((row) => [...row.children].map((cell) => cell.textContent))"
         )
 
     def choose(self, legend: str, option: str) -> None:
         self.fold("More to change: words, sides, slopes, heads")
-        group = self.page.get_by_role("group", name=legend, exact=True)
+        group = self.get_by_role("group", name=legend, exact=True)
         group.get_by_role("radio", name=option, exact=True).check()
 
     def choose_head(self, head: int) -> None:
-        heads = self.page.get_by_role("group", name="Head", exact=True)
+        heads = self.get_by_role("group", name="Head", exact=True)
         heads.get_by_role("radio", name=f"Head {head}, ").check()
 
     def choose_row(self, token: str) -> None:
-        row = self.page.get_by_role("grid").first.get_by_role("rowheader", name=token, exact=True)
+        row = self.get_by_role("grid").first.get_by_role("rowheader", name=token, exact=True)
         row.first.click()
 
     def title(self) -> str:
-        return self.page.locator(".row-panel h3").inner_text()
+        return self.locator(".row-panel h3").inner_text()
 
     def row(self) -> dict[str, list[str]]:
-        """The chosen query's row, key by key: q . k, scaled, bias, scores, weights, and weights without bias."""
-        return {
-            key: numbers
-            for key, *numbers in self.page.locator(".row-table tbody tr").evaluate_all(
-                "rows => rows.map(({ cells }) => [cells[0].querySelector('bdi'), ...[...cells].slice(1, 7)].map((x) => x.textContent))"
-            )
-        }
+        """The chosen query's row by key: q . k, scaled, bias, scores, weights, without bias."""
+        rows = self.locator(".row-table tbody tr").evaluate_all(
+            """rows => rows.map(({ cells: [head, ...cells] }) =>
+              [head.querySelector("bdi"), ...cells.slice(0, 6)].map((x) => x.textContent))"""
+        )
+        return {key: numbers for key, *numbers in rows}
 
     def fold(self, title: str) -> Any:
         """A part below the picture, unfolded."""
-        fold = self.page.locator("details").filter(
-            has=self.page.get_by_role("heading", name=title, exact=True)
+        fold = self.locator("details").filter(
+            has=self.get_by_role("heading", name=title, exact=True)
         )
         # Tables follow the picture after 60 ms, and at once where a part is unfolded.
         fold.evaluate("fold => { fold.open = true; fold.dispatchEvent(new Event('toggle')); }")
@@ -91,7 +113,8 @@ class Explorer:
         fold = self.fold(title)
         tables = fold.locator("table")
         if caption is not None:
-            tables = tables.filter(has=self.page.get_by_text(caption, exact=True))
+            tables = tables.filter(has=self.get_by_text(caption, exact=True))
+        texts = "[...row.cells].map((cell) => cell.textContent)"
         return tables.first.evaluate(
-            "table => [...table.tBodies[0].rows].map((row) => [...row.cells].map((cell) => cell.textContent))"
+            f"({{ tBodies: [{{ rows }}] }}) => [...rows].map((row) => {texts})"
         )

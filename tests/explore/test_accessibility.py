@@ -1,4 +1,6 @@
-"""The pages that the package writes, by the rules of axe-core: contrast, names, roles, keyboard; and narrow windows."""
+"""The pages that the package writes, by the rules of axe-core: contrast, names, roles, keyboard;
+and narrow windows.
+"""
 
 import math
 
@@ -15,7 +17,9 @@ pytest.importorskip("axe_playwright_python", reason="pip install 'linbias[dev]'"
 
 @pytest.fixture(scope="module")
 def report_file(tmp_path_factory):
-    """A report in which every colour of a method is used, and tables that are wider than a telephone."""
+    """A report in which every colour of a method is used, and tables that are wider than a
+    telephone.
+    """
     methods = ("alibi", "sinusoidal", "rotary", "learned", "t5", "none")
     lengths = [2**n for n in range(2, 9)]
     records = [

@@ -1,13 +1,15 @@
-"""The explorer's numbers, in a real browser: the book chapter's tables, and `linbias.explain` to the last digit."""
+"""The explorer's numbers, in a real browser: the book chapter's tables, and `linbias.explain` to
+the last digit.
+"""
 
 import contextlib
 import io
+import re
 
 import numpy as np
 import pytest
 
 import linbias
-from chapter import HEADS, OUTPUT, SCALED, chapters_table
 from explorer_page import explained, printed
 from linbias import explore
 from linbias.explore import data
@@ -21,74 +23,14 @@ def functions(chromium):
     """The page's own functions, to be called in the browser."""
     probe = (
         'import { fixed, general } from "./numbers.js";\n'
-        'import { slopes } from "./attention.js";\n'
-        'import { vectors } from "./vectors.js";\n'
+        'import { slopes, vectors } from "./attention.js";\n'
         "Object.assign(globalThis, { fixed, general, slopes, vectors });\n"
     )
     page = chromium.new_page()
-    page.evaluate(
-        bundle("probe.js", lambda name: probe if name == "probe.js" else read_module(name))
-    )
+    read = {"probe.js": probe}
+    page.evaluate(bundle("probe.js", lambda name: read.get(name) or read_module(name)))
     yield page
     page.close()
-
-
-# The book chapter's tables
-
-SCORES = """
-The 0.000 0.207 -0.293 -1.500 -1.293
-cat 0.914 0.000 0.914 -1.000 -1.500
-sat -0.293 0.207 1.414 -0.500 -0.293
-on -1.500 -1.000 -0.500 0.000 -0.500
-mat -2.000 -0.793 -0.293 -0.500 0.707
-"""
-
-
-def rounded(rows, digits):
-    return [[name, *(f"{float(x):.{digits}f}" for x in row)] for name, *row in rows]
-
-
-def ascii_rows(rows):
-    """With hyphens, as Python prints numbers."""
-    return [[cell.replace("\u2212", "-") for cell in row] for row in rows]
-
-
-def test_the_chapters_weights_and_outputs_are_in_the_page(open_state):
-    page = open_state()
-    *heads, mean = (chapters_table(table) for table in HEADS.split("\n\n"))
-    for head, table in enumerate(heads):
-        page.choose_head(head)
-        assert page.cells() == rounded(table, 2)
-        assert page.table("Weights as a table") == table
-    assert page.table("Mean of all heads") == mean
-    assert ascii_rows(page.table("Outputs")) == chapters_table(OUTPUT)
-
-
-def test_the_chapters_steps_are_in_the_page(open_state):
-    page = open_state(row=0)
-    tokens = WORDS[:5]
-    assert ascii_rows(page.cells(0)) == rounded(chapters_table(SCALED), 2)
-    distance = abs(np.subtract.outer(np.arange(5), np.arange(5)))
-    for head, slope in enumerate((0.5, 0.25)):
-        page.choose_head(head)
-        assert page.cells(1) == [
-            [token, *(printed(-slope * d, 2) for d in row)]
-            for token, row in zip(tokens, distance, strict=True)
-        ]
-    page.choose_head(0)
-    for row in chapters_table(SCORES):
-        page.choose_row(row[0])
-        scores = [numbers[3].replace("\u2212", "-") for numbers in page.row().values()]
-        assert [f"{float(x):.3f}" for x in scores] == row[1:]
-    # Row "The": the weights with the bias, and without.
-    page.choose_row("The")
-    assert {key: tuple(numbers[4:]) for key, numbers in page.row().items()} == {
-        "The": ("0.2879", "0.1237"),
-        "cat": ("0.3541", "0.2509"),
-        "sat": ("0.2148", "0.2509"),
-        "on": ("0.0642", "0.1237"),
-        "mat": ("0.0790", "0.2509"),
-    }
 
 
 def test_the_chapters_slopes_are_in_the_page(open_state):
@@ -105,39 +47,48 @@ def test_the_chapters_slopes_are_in_the_page(open_state):
 
 def test_the_chapters_inputs_are_in_the_page(open_state):
     page = open_state()
-    for name, rows in zip(
-        "qkv", (linbias.example.Q, linbias.example.K, linbias.example.V), strict=True
-    ):
+    for name in "qkv":
         shown = page.table("Inputs", caption=name)
-        assert [[float(cell) for cell in row[1:]] for row in shown] == rows
+        inputs = getattr(linbias.example, name.upper())
+        assert [[float(cell) for cell in row[1:]] for row in shown] == inputs
 
 
 # Numbers against Python, to the last printed digit
 
 STATES = [
-    {},
-    {"variant": "causal", "schedule": "paper", "heads": 3, "head": 2, "row": 3, "text": " ".join(WORDS[:9])},
-    {"variant": "directional", "schedule": "mpt", "heads": 6, "head": 4, "row": 1, "text": " ".join(WORDS[:7])},
-    {"variant": "asymmetric", "schedule": "geometric", "heads": 5, "head": 1, "left": "1:0.3", "right": "1:1.7"},
+    ("start", {}),
+    ("causal", {"schedule": "paper", "heads": 3, "head": 2, "row": 3, "text": WORDS[:9]}),
+    ("directional", {"schedule": "mpt", "heads": 6, "head": 4, "row": 1, "text": WORDS[:7]}),
+    (
+        "asymmetric",
+        {"schedule": "geometric", "heads": 5, "head": 1, "left": "1:0.3", "right": "1:1.7"},
+    ),
     # These repeat a variant; the last has thousands of cells.
-    pytest.param({"variant": "symmetric", "left": "0:0 1:0", "row": 2}, marks=pytest.mark.thorough),
-    pytest.param({"variant": "causal", "schedule": "paper", "heads": 16, "head": 6, "row": 63, "text": " ".join(WORDS)}, marks=pytest.mark.thorough),
-]  # fmt: skip
+    pytest.param("symmetric", {"left": "0:0 1:0", "row": 2}, marks=pytest.mark.thorough),
+    pytest.param(
+        "causal",
+        {"schedule": "paper", "heads": 16, "head": 6, "row": 63, "text": WORDS},
+        marks=pytest.mark.thorough,
+    ),
+]
 
 
-@pytest.mark.parametrize("state", STATES, ids=lambda state: state.get("variant", "start"))
-def test_numbers_equal_explain(open_state, state):
+@pytest.mark.parametrize(("variant", "changes"), STATES)
+def test_numbers_equal_explain(open_state, variant, changes):
+    state = {} if variant == "start" else {"variant": variant, **changes}
+    if "text" in state:
+        state["text"] = " ".join(state["text"])
     page = open_state(**state)
     trace, tokens = explained(state)
     head, row = state.get("head", 0), state.get("row", 1)
     plain, _ = explained({**state, "left": slopes_of_0(trace), "right": slopes_of_0(trace)})
     columns = [trace.raw, trace.scaled, trace.bias, trace.scores, trace.weights, plain.weights]
     rows = zip(*(values[head, row] for values in columns), strict=True)
-    shown = page.page.locator(".row-table tbody tr").evaluate_all(
+    shown = page.locator(".row-table tbody tr").evaluate_all(
         "rows => rows.map(({ cells }) => [...cells].slice(1, 7).map((cell) => cell.textContent))"
     )
     assert shown == [[printed(x) for x in numbers] for numbers in rows]
-    after = page.page.locator(".row-panel .after").inner_text()
+    after = page.locator(".row-panel .after").inner_text()
     outputs = "\u2002".join(printed(x) for x in trace.output[head, row])
     assert f"output [{outputs}]" in after
     assert f"log-sum-exp {printed(trace.lse[head, row])}" in after
@@ -169,7 +120,7 @@ def slopes_of_0(trace):
 
 def test_slope_0_is_standard_attention(open_state):
     page = open_state()
-    page.page.get_by_role("slider", name="Slope").press("Home")
+    page.get_by_role("slider", name="Slope").press("Home")
     q, k, _ = explore.vectors(WORDS[:5], 2)
     scores = np.exp(q[0] @ k[0].T / np.sqrt(2))
     standard = scores / scores.sum(1, keepdims=True)
@@ -182,12 +133,14 @@ def test_slope_0_is_standard_attention(open_state):
 
 def test_numbers_are_rounded_as_python_rounds(functions):
     rng = np.random.default_rng(0)
-    values = [0.0, -0.0, 0.5, 1 / 32, 3 / 32, -1 / 32, 2.0**-9, 3 * 2.0**-9, 0.1, 9.99995, 999999.5, 1e-5, 1e22]  # fmt: skip
-    values += [123456789.0, 1e6, 1e5, 0.00001234565, -2.5, 0.96875, *rng.normal(size=200)]
+    values = [0.0, -0.0, 0.5, 1 / 32, 3 / 32, -1 / 32, 2.0**-9, 3 * 2.0**-9, 0.1, 9.99995]
+    values += [999999.5, 1e-5, 1e22, 123456789.0, 1e6, 1e5, 0.00001234565, -2.5, 0.96875]
+    # Many of these lie halfway.
     values += [
+        *rng.normal(size=200),
         *(2.0 ** -np.arange(16)),
         *(rng.integers(-500, 500, 200) / 64),
-    ]  # many of these lie halfway
+    ]
     # NaN and infinity are no JSON, but Playwright carries them.
     values += [float("inf"), -float("inf"), float("nan")]
     values = [float(value) for value in values]
@@ -196,10 +149,8 @@ def test_numbers_are_rounded_as_python_rounds(functions):
 
 
 def test_slopes_and_vectors_are_those_of_python(functions):
-    shown = functions.evaluate(
-        "schedules => schedules.map((name) => Array.from({length: 16}, (_, h) => slopes(h + 1, name)))",
-        SCHEDULES,
-    )
+    all_slopes = "(name) => Array.from({ length: 16 }, (_, h) => slopes(h + 1, name))"
+    shown = functions.evaluate(f"schedules => schedules.map({all_slopes})", SCHEDULES)
     for schedule, lists in zip(SCHEDULES, shown, strict=True):
         for num_heads, values in enumerate(lists, 1):
             assert values == linbias.slopes(num_heads, schedule).tolist()
@@ -209,3 +160,37 @@ def test_slopes_and_vectors_are_those_of_python(functions):
     )
     for name, values in zip("qkv", explore.vectors(tokens, 5), strict=True):
         assert [head[name] for head in heads] == values.tolist()
+
+
+# The modules of the page, joined
+
+X = 'import { x } from "./b.js";\n'
+REFUSED = [
+    ({"a.js": X, "b.js": "const x = 1;\n"}, "a.js imports x, which b.js does not export"),
+    (
+        {"a.js": f"{X}const y = 1;\n", "b.js": "export const x = 1;\nconst y = 2;\n"},
+        "names must be unique, got y in b.js and a.js",
+    ),
+    (
+        {
+            "a.js": f"{X}export const a = 1;\n",
+            "b.js": 'import { a } from "./a.js";\nexport const x = 1;\n',
+        },
+        "modules must not import each other, got a.js -> b.js -> a.js",
+    ),
+    *(
+        ({"a.js": f"{line}\n"}, "a.js has a line that cannot be joined")
+        for line in (
+            'import x from "y";',
+            "export default 1;",
+            "const { x } = y;",
+            "f('</script>');",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), REFUSED)
+def test_modules_that_cannot_be_joined_are_refused(files, message):
+    with pytest.raises(ValueError, match=re.escape(f"bundle: {message}")):
+        bundle("a.js", files.__getitem__)

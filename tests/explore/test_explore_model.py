@@ -1,4 +1,4 @@
-"""The explorer's view of trained models: its data against NumPy and PyTorch, and its numbers in a real browser."""
+"""The explorer's view of trained models: its data by NumPy and PyTorch, and in a real browser."""
 
 import base64
 import json
@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import transformers
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BertConfig,
-    BertLMHeadModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
-)
 
 import browser
 import linbias
@@ -77,7 +69,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three methods trained on 24 tokens, beside models that are not to be shown with them."""
+    """A run of three methods trained on 24 tokens, beside models that do not belong to them."""
     folder = tmp_path_factory.mktemp("run") / "run" / "models"
     for method in ("rotary", "learned", "alibi"):
         save(folder / f"{method}-L24-s0", position=method, train_length=24)
@@ -98,7 +90,7 @@ def shown_run(run_folder, text_file) -> dict[str, Any]:
 
 
 def truth(folder: Path, num_tokens: int = T) -> tuple[np.ndarray, np.ndarray]:
-    """What a model of bytes makes of the text: weights [L, H, T, T], and the probabilities [T, 256] of next tokens."""
+    """What a model of bytes makes of the text: weights, and probabilities of next tokens."""
     ids = torch.tensor([list(CONTENT.encode()[:num_tokens])])
     with torch.no_grad():
         found = load(folder, device="cpu")(ids, output_attentions=True)
@@ -125,6 +117,10 @@ def open_model(visit, file: Path, state: str = "", **options: Any) -> Any:
     """The panel of the view."""
     page = visit(file, "&".join(filter(None, ["view=model", state])), **options)
     return page.locator("[role=tabpanel]:not([hidden])")
+
+
+def choose(panel: Any, method: str) -> None:
+    panel.get_by_role("group", name="Position method").get_by_label(method).check()
 
 
 def unpacked(one: dict[str, Any]) -> np.ndarray:
@@ -175,45 +171,40 @@ def test_departure_is_the_share_of_weight_that_lies_elsewhere(shown_model, model
     assert reading.departure(first, first[0]) == 0
 
 
+def assert_slopes_are_those_of_attention(network, causal):
+    for name, parameter in network.named_parameters():
+        if re.search("query_key_value|Wqkv|proj|qkv", name):
+            torch.nn.init.zeros_(parameter)  # then the bias alone decides
+    weights, _ = reading.run(network, np.arange(12))
+    sides = reading.slopes_of(network, 12)
+    expected = reading.weights_of_bias(*sides, 12, causal=causal)
+    np.testing.assert_allclose(weights[0], expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon"])
 def test_slopes_of_other_families_are_those_of_their_attention(kind):
     sizes = {"vocab_size": 64, "hidden_size": 48, "d_model": 48}
     counts = {"num_hidden_layers": 1, "n_layers": 1, "num_attention_heads": 6, "n_heads": 6}
     extra = {"falcon": {"alibi": True}}.get(kind, {})
-    config = AutoConfig.for_model(kind, **sizes, **counts, **extra)
+    config = transformers.AutoConfig.for_model(kind, **sizes, **counts, **extra)
     torch.manual_seed(0)
-    network = fuse(AutoModelForCausalLM.from_config(config).eval())
-    for name, parameter in network.named_parameters():
-        if "query_key_value" in name or "Wqkv" in name:
-            torch.nn.init.zeros_(parameter)  # then the bias alone decides
-    found, logits = reading.run(network, np.arange(12))
-    assert logits.shape == (12, 64)
-    left, right = reading.slopes_of(network, 12)
-    assert right is None
-    expected = reading.weights_of_bias(left, right, 12, causal=True)
-    np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
+    network = fuse(transformers.AutoModelForCausalLM.from_config(config).eval())
+    assert_slopes_are_those_of_attention(network, causal=True)
 
 
 @pytest.mark.parametrize("position", ["symmetric", "directional", "asymmetric", "random"])
 def test_slopes_of_masked_models_are_those_of_their_attention(tmp_path, position):
     network = load(save(tmp_path, encoder_position=position), device="cpu")
-    for name, parameter in network.named_parameters():
-        if "proj" in name or "qkv" in name:
-            torch.nn.init.zeros_(parameter)
-    found, _ = reading.run(network, np.arange(12))
-    sides = reading.slopes_of(network, 12)
-    np.testing.assert_allclose(found[0], reading.weights_of_bias(*sides, 12, causal=False), rtol=1e-5, atol=1e-6)  # fmt: skip
+    assert_slopes_are_those_of_attention(network, causal=False)
 
 
-@pytest.mark.parametrize(
-    ("task", "position"),
-    [
-        ("encoder_position", "littlebird"),
-        ("encoder_position", "window"),
-        ("position", "forget"),
-        ("position", "cable"),
-    ],
-)
+MORE_THAN_SLOPES = [
+    *(("encoder_position", position) for position in ("littlebird", "window")),
+    *(("position", position) for position in ("forget", "cable")),
+]
+
+
+@pytest.mark.parametrize(("task", "position"), MORE_THAN_SLOPES)
 def test_a_bias_that_is_more_than_slopes_has_none_to_show(tmp_path, task, position):
     network = load(save(tmp_path, window=4, **{task: position}), device="cpu")
     assert reading.slopes_of(network, 12) is None
@@ -253,18 +244,6 @@ def byte_name(byte: int) -> str:
     return bytes([byte]).decode("utf-8", "backslashreplace")
 
 
-def test_losses_are_per_byte_of_the_scored_tokens():
-    bits = np.array([2.0, 4.0, 6.0])
-    expected = {"all": 12 / 6, "within": 6 / 3, "beyond": 6 / 3}
-    assert reading.losses(bits, [9, 1, 2, 3], 2) == expected
-    assert reading.losses(bits, [9, 1, 2, 3], None) == {
-        "all": 2.0,
-        "within": None,
-        "beyond": None,
-    }
-    assert reading.losses(bits[:0], [9], 2) == {"all": None, "within": None, "beyond": None}
-
-
 # Which models
 
 
@@ -290,11 +269,14 @@ def test_a_run_is_shown_with_its_methods(shown_run, run_folder, text_file):
 
 def test_a_run_without_a_finished_model_is_refused(tmp_path, text_file):
     (tmp_path / "models" / "alibi-L24-s0").mkdir(parents=True)
-    with pytest.raises(ValueError, match=rf"^explore: model must be a run with a finished model, got {tmp_path}$"):  # fmt: skip
+    rule = f"explore: model must be a run with a finished model, got {tmp_path}"
+    with pytest.raises(ValueError, match=f"^{re.escape(rule)}$"):
         model.read(tmp_path, text_file)
 
 
-def test_what_stands_beside_a_model_and_does_not_fit_is_left_out(run_folder, text_file, tmp_path, monkeypatch):  # fmt: skip
+def test_what_does_not_fit_beside_a_model_is_left_out(
+    run_folder, text_file, tmp_path, monkeypatch
+):
     folder = Path(shutil.copytree(run_folder, tmp_path / "run"))
     save(folder / "models" / "rotary-L24-s0", character_tokenizer(sorted(set(CONTENT))))
     (folder / "models" / "learned-L24-s0" / "model.safetensors").write_bytes(b"")
@@ -347,17 +329,18 @@ def test_tokens_of_characters_and_byte_pairs(tmp_path):
     shown = model.read(characters, tmp_path / "text")
     assert shown["tokens"] == list(content)
     assert (shown["whole"], shown["unit"]) == (True, "byte")
-    sizes = [len(character.encode()) for character in content]
-    bits = shown["models"][0]["bits"][1:]
-    assert shown["models"][0]["losses"]["all"] == pytest.approx(sum(bits) / sum(sizes[1:]), abs=1e-4)  # fmt: skip
+    [one] = shown["models"]
+    num_bytes = len(content[1:].encode())
+    assert one["losses"]["all"] == pytest.approx(sum(one["bits"][1:]) / num_bytes, abs=1e-4)
 
     pairs = save(tmp_path / "bpe", train_bpe(b"na na na na", 260))
     shown = model.read(pairs, tmp_path / "text")
     assert "".join(shown["tokens"]).startswith("na na na na ")
     assert "na" in [token.strip() for token in shown["tokens"]]
     assert shown["tokens"][-4:] == ["\\xd7", "\\xa9", "\\xd7", "\\x9c"]
-    bits, sizes = shown["models"][0]["bits"][1:], len(content.encode()) - len(shown["tokens"][0])
-    assert shown["models"][0]["losses"]["all"] == pytest.approx(sum(bits) / sizes, abs=1e-4)
+    [one] = shown["models"]
+    num_bytes = len(content.encode()) - len(shown["tokens"][0])
+    assert one["losses"]["all"] == pytest.approx(sum(one["bits"][1:]) / num_bytes, abs=1e-4)
 
 
 def test_tokens_of_other_tokenizers():
@@ -366,18 +349,18 @@ def test_tokens_of_other_tokenizers():
     backend.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    sentences = PreTrainedTokenizerFast(tokenizer_object=backend)
+    sentences = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
     assert model.token_bytes(sentences, range(4)) == [b" the", b" cat", b"\xe2", b"s"]
     pieces = ["the", "##se", "[UNK]"]
     backend = tokenizers.Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
-    words = PreTrainedTokenizerFast(tokenizer_object=backend)
+    words = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
     assert model.token_bytes(words, [0, 1])[0] == b"the"
     assert model.token_bytes(byte_level_with_a_word(), [256]) == ["<\uff5cend\uff5c>".encode()]
 
 
-def byte_level_with_a_word() -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend)
+def byte_level_with_a_word() -> transformers.PreTrainedTokenizerFast:
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend)
     tokenizer.add_special_tokens({"eos_token": "<\uff5cend\uff5c>"})
     return tokenizer
 
@@ -414,9 +397,8 @@ def test_it_opens_on_the_head_that_departs_most(visit, model_file, shown_model):
     layer, head = np.unravel_index(departure.argmax(), departure.shape)
     slope = f"1/{round(1 / linbias.slopes(4)[head])}"
     answer = panel.locator(".answer").inner_text()
-    assert answer.startswith(
-        f"Layer {layer}, head {head} (slope {slope}) departs most from its bias: {departure.max():.0%} of"
-    )
+    departs = f"departs most from its bias: {departure.max():.0%} of"
+    assert answer.startswith(f"Layer {layer}, head {head} (slope {slope}) {departs}")
     assert f"looks {one['reach']['mean'][layer][head]:.1f} tokens back" in answer
     assert f"it would look {one['alone']['mean'][head]:.1f}" in answer
     assert f"depart by {departure.mean():.0%} on average" in answer
@@ -469,7 +451,8 @@ def test_every_head_is_reached_by_keys(visit, model_file, shown_model):
     [one] = shown_model["models"]
     panel.get_by_role("radio", name="Layer 0, head 0").focus()
     keys = panel.page.keyboard
-    for key, layer, head in (("ArrowRight", 0, 1), ("End", 0, 3), ("ArrowDown", 1, 3), ("ArrowDown", 1, 3), ("ArrowLeft", 1, 2), ("ArrowUp", 0, 2)):  # fmt: skip
+    steps = ("ArrowRight", 0, 1), ("End", 0, 3), ("ArrowDown", 1, 3), ("ArrowDown", 1, 3)
+    for key, layer, head in (*steps, ("ArrowLeft", 1, 2), ("ArrowUp", 0, 2)):
         keys.press(key)
         assert_head(panel, layer, head)
         assert panel.page.evaluate("document.activeElement.getAttribute('aria-checked')") == "true"
@@ -490,69 +473,88 @@ def test_the_methods_of_a_run_stand_side_by_side(visit, run_file, shown_run):
     page = panel.page
     alibi, learned, rotary = shown_run["models"]
     for one in shown_run["models"]:
-        column = panel.get_by_role("region", name=METHODS[one["method"]].label, exact=True)
-        assert column.locator(".loss-total").inner_text() == f"{one['losses']['all']:.3f} bits per byte"  # fmt: skip
-        assert f"{one['losses']['within']:.3f} within 24 tokens" in column.inner_text() or one is learned  # fmt: skip
-        assert f"came 11 \u201c\u2068;\u2069\u201d: {one['bits'][11]:.2f} bits" in column.inner_text()  # fmt: skip
-        swatch = column.locator(".swatch").evaluate("node => getComputedStyle(node).backgroundColor")  # fmt: skip
-        assert "#{:02X}{:02X}{:02X}".format(*map(int, re.findall(r"\d+", swatch))) == METHODS[one["method"]].colour  # fmt: skip
+        method, losses, bits = METHODS[one["method"]], one["losses"], one["bits"]
+        column = panel.get_by_role("region", name=method.label, exact=True)
+        text = column.inner_text()
+        total = column.locator(".loss-total").inner_text()
+        assert total == f"{losses['all']:.3f} bits per byte"
+        assert f"{losses['within']:.3f} within 24 tokens" in text or one is learned
+        assert f"came 11 \u201c\u2068;\u2069\u201d: {bits[11]:.2f} bits" in text
+        colour = "node => getComputedStyle(node).backgroundColor"
+        rgb = re.findall(r"\d+", column.locator(".swatch").evaluate(colour))
+        assert "#{:02X}{:02X}{:02X}".format(*map(int, rgb)) == method.colour
         rows = column.locator("tbody tr").all_inner_texts()
-        expected = [f"{100 * p:.1f}%" for _, p in one["guesses"][10]]
-        assert [row.split()[-1] for row in rows[:5]] == expected
-        came = 2 ** -one["bits"][11]
-        assert column.locator(".came").inner_text().split()[0].split("\u2069")[0] == "\u2068;"
-        assert column.locator(".came").inner_text().split()[-1] == f"{100 * came:.1f}%"
-        mark = column.locator(".token-mark + [data-token]")
-        expected = ("24", "no rows past 24") if one is learned else ("25", "trained up to here")
-        assert (mark.get_attribute("data-token"), column.locator(".token-mark").inner_text()) == expected  # fmt: skip
+        chances = [f"{100 * p:.1f}%" for _, p in one["guesses"][10]]
+        assert [row.split()[-1] for row in rows[:5]] == chances
+        came = column.locator(".came").inner_text().split()
+        assert came[0].split("\u2069")[0] == "\u2068;"
+        assert came[-1] == f"{100 * 2 ** -bits[11]:.1f}%"
+        place = column.locator(".token-mark + [data-token]").get_attribute("data-token")
+        mark = (place, column.locator(".token-mark").inner_text())
+        assert mark == (
+            ("24", "no rows past 24") if one is learned else ("25", "trained up to here")
+        )
         # The darkest token is the dearest.
-        shares = column.locator(".token").evaluate_all("tokens => tokens.map((token) => token.style.getPropertyValue('--share'))")  # fmt: skip
-        expected = [f"{min(100, round(100 * (bits or 0) / 8))}%" for bits in one["bits"]]
+        share = "tokens => tokens.map((token) => token.style.getPropertyValue('--share'))"
+        shares = column.locator(".token").evaluate_all(share)
+        expected = [f"{min(100, round(100 * (cost or 0) / 8))}%" for cost in bits]
         assert shares[: one["num_tokens"]] == expected
     words = panel.locator(".story").last.inner_text()
+    first, second = (
+        f"from {one['losses']['within']:.2f} to {one['losses']['beyond']:.2f}"
+        for one in (alibi, rotary)
+    )
     assert words == (
-        f"Past the 24 tokens of training, the loss goes from {alibi['losses']['within']:.2f} to "
-        f"{alibi['losses']['beyond']:.2f} bits per byte with ALiBi, from {rotary['losses']['within']:.2f} to "
-        f"{rotary['losses']['beyond']:.2f} with rotary; learned table cannot read on."
+        f"Past the 24 tokens of training, the loss goes {first} bits per byte with ALiBi, "
+        f"{second} with rotary; learned table cannot read on."
     )
     # A token of the loss is the one that follows the query.
     losses = panel.get_by_role("slider", name="Token to be guessed, ALiBi")
     losses.locator("[data-token='20']").click()
-    assert panel.get_by_role("slider", name="Query", exact=True).get_attribute("aria-valuenow") == "19"  # fmt: skip
+    query = panel.get_by_role("slider", name="Query", exact=True)
+    assert query.get_attribute("aria-valuenow") == "19"
     losses.press("ArrowRight")
     assert losses.get_attribute("aria-valuetext").endswith(f": {alibi['bits'][21]:.2f} bits")
 
-    panel.get_by_role("group", name="Position method").get_by_label("rotary").check()
+    choose(panel, "rotary")
     mean = np.array(rotary["reach"]["mean"])
     layer, head = np.unravel_index(mean.argmax(), mean.shape)
-    assert panel.locator(".answer").inner_text().startswith(f"Layer {layer}, head {head} looks farthest: {mean.max():.1f} tokens back")  # fmt: skip
+    looks = f"looks farthest: {mean.max():.1f} tokens back"
+    assert panel.locator(".answer").inner_text().startswith(f"Layer {layer}, head {head} {looks}")
     assert_head(panel, layer, head)
     page.wait_for_url(re.compile(r"model=2.*query=20"))
-    panel.get_by_role("group", name="Position method").get_by_label("learned table").check()
-    panel.get_by_role("slider", name="Query", exact=True).press("End")
-    assert "Nothing is guessed after token 23" in panel.get_by_role("region", name="learned table").inner_text()  # fmt: skip
-    assert panel.get_by_role("slider", name="Query", exact=True).get_attribute("aria-valuenow") == "23"  # fmt: skip
+    choose(panel, "learned table")
+    query = panel.get_by_role("slider", name="Query", exact=True)
+    query.press("End")
+    column = panel.get_by_role("region", name="learned table")
+    assert "Nothing is guessed after token 23" in column.inner_text()
+    assert query.get_attribute("aria-valuenow") == "23"
 
 
 def test_a_model_without_room_says_so(visit, run_folder, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(model, "MAX_WEIGHTS", 8 * T * (T + 1) // 2)
-    panel = open_model(visit, page_of(model.read(run_folder, text_file, limit_tokens=T), tmp_path), "model=2")  # fmt: skip
+    shown = model.read(run_folder, text_file, limit_tokens=T)
+    panel = open_model(visit, page_of(shown, tmp_path), "model=2")
     assert "weights of rotary-L24-s0 do not fit" in panel.inner_text()
     assert "looks farthest" in panel.locator(".answer").inner_text()
-    panel.get_by_role("group", name="Position method").get_by_label("ALiBi").check()
+    choose(panel, "ALiBi")
     assert panel.get_by_role("radiogroup", name="Heads").is_visible()
 
 
-def test_a_model_that_looks_ahead_and_has_no_slopes_is_shown_with_a_note(visit, text_file, model_folder, tmp_path, monkeypatch):  # fmt: skip
+def test_a_model_that_looks_ahead_and_has_no_slopes_is_shown_with_a_note(
+    visit, text_file, model_folder, tmp_path, monkeypatch
+):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=256, **sizes, intermediate_size=16, max_position_embeddings=24)
-    network = BertLMHeadModel(config).eval()
+    config = transformers.BertConfig(
+        vocab_size=256, **sizes, intermediate_size=16, max_position_embeddings=24
+    )
+    network = transformers.BertLMHeadModel(config).eval()
     monkeypatch.setattr(model, "load", lambda *_, **__: network)
     shown = model.read(model_folder, text_file)
     [one] = shown["models"]
     assert one["causal"] is False
-    assert one["slopes"] is one["alone"] is one["departure"] is one["bits"] is one["losses"] is None  # fmt: skip
+    assert {one[name] for name in ("slopes", "alone", "departure", "bits", "losses")} == {None}
     assert re.search(r"\(bert\) has no linear biases.* not causal.* no next token", one["note"])
     assert "no rows for later positions" in shown["notes"][0]
     packed = unpacked(one).reshape(2, 24, 24)
@@ -565,7 +567,8 @@ def test_a_model_that_looks_ahead_and_has_no_slopes_is_shown_with_a_note(visit, 
     panel.get_by_role("radio", name="Layer 0, head 0").click()
     row = packed[0, 3]
     away = row @ np.abs(3 - np.arange(24))
-    assert f"looks {away:.1f} tokens away on average" in panel.locator(".query-part .story").inner_text()  # fmt: skip
+    story = panel.locator(".query-part .story").inner_text()
+    assert f"looks {away:.1f} tokens away on average" in story
     chart = panel.get_by_role("slider", name=re.compile("^Weights of query"))
     chart.press("End")  # a key after the query
     assert chart.get_attribute("aria-valuetext").endswith(f"20 after: weight {row[23]:.4f}")
@@ -591,16 +594,19 @@ def test_a_masked_model_with_slopes_of_both_sides(visit, text_file, tmp_path):
 def test_a_model_of_transformers_without_linear_biases(visit, text_file, tmp_path):
     torch.manual_seed(0)
     folder = tmp_path / "gpt2"
-    config = GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=64)
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    config = transformers.GPT2Config(
+        vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=64
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     byte_tokenizer().save(folder)
     shown = model.read(folder, text_file)
     panel = open_model(visit, page_of(shown, tmp_path))
-    assert re.match(r"Layer 0, head \d looks farthest: [\d.]+ tokens back on average\.", panel.locator(".answer").inner_text())  # fmt: skip
+    farthest = r"Layer 0, head \d looks farthest: [\d.]+ tokens back on average\."
+    assert re.match(farthest, panel.locator(".answer").inner_text())
     assert "gpt2) has no linear biases" in panel.inner_text()
     ids = torch.tensor([load_tokenizer(folder)(CONTENT)["input_ids"]])
     with torch.no_grad():
-        nll = GPT2LMHeadModel.from_pretrained(folder)(ids, labels=ids).loss
+        nll = transformers.GPT2LMHeadModel.from_pretrained(folder)(ids, labels=ids).loss
     total = panel.locator(".loss-total").inner_text()
     assert float(total.split()[0]) == pytest.approx(float(nll) / np.log(2), abs=1e-3)
     assert panel.locator(".token-mark").count() == 0  # its training length is unknown
@@ -614,7 +620,10 @@ def test_a_text_is_shown_as_text(visit, model_file):
     assert panel.locator(".token-text :not(span), .lede *, b, script").count() == 0
 
 
-@pytest.mark.parametrize("content", ["a", "\0\r\n", "\U0001f642", "\u202e\u05e9\u05dc <script>alert(1)</script>"])  # fmt: skip
+CONTENTS = ["a", "\0\r\n", "\U0001f642", "\u202e\u05e9\u05dc <script>alert(1)</script>"]
+
+
+@pytest.mark.parametrize("content", CONTENTS)
 def test_texts_of_all_kinds_leave_the_page_usable(visit, model_folder, tmp_path, content):
     (tmp_path / "text").write_bytes(content.encode())
     shown = model.read(model_folder, tmp_path / "text")
@@ -636,8 +645,11 @@ def test_texts_of_all_kinds_leave_the_page_usable(visit, model_folder, tmp_path,
 
 @pytest.mark.thorough
 def test_the_command_puts_models_and_results_into_the_page(text_file, model_folder, tmp_path):
-    training = TrainSettings({"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}, steps=1)  # fmt: skip
-    settings = ExtrapolateSettings(methods=("alibi", "rotary"), train_lengths=(16,), test_lengths=(32,), max_bytes=20_000, limit_tokens=64, training=training)  # fmt: skip
+    sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    lengths = {"train_lengths": (16,), "test_lengths": (32,)}
+    limits = {"max_bytes": 20_000, "limit_tokens": 64}
+    training = TrainSettings(sizes, steps=1)
+    settings = ExtrapolateSettings(("alibi", "rotary"), **lengths, **limits, training=training)
     folder, output = tmp_path / "<b>run", tmp_path / "page.html"
     extrapolate(settings, folder, progress=False)
     fixed = ["explore", "--no-open", "-o", output, "--text", text_file]
@@ -668,7 +680,8 @@ def test_a_link_shows_what_its_sender_saw(visit, model_file):
     assert text.get_attribute("aria-valuenow") == "25"
     assert panel.get_by_role("radio", name="logarithmic").is_checked()
     panel = open_model(visit, model_file, "model=7&layer=9&head=-1&query=x")
-    assert panel.get_by_role("slider", name="Query", exact=True).get_attribute("aria-valuenow") == "38"  # fmt: skip
+    text = panel.get_by_role("slider", name="Query", exact=True)
+    assert text.get_attribute("aria-valuenow") == "38"
 
 
 @pytest.mark.parametrize("width", [320, 360])
@@ -685,5 +698,5 @@ def test_it_is_no_wider_than_a_phone(visit, run_file, width):
 def test_it_breaks_no_rule_of_accessibility(visit, run_file, theme):
     panel = open_model(visit, run_file, color_scheme=theme, bypass_csp=True)
     for method in ("ALiBi", "learned table"):
-        panel.get_by_role("group", name="Position method").get_by_label(method).check()
+        choose(panel, method)
         assert browser.violations(panel.page) == []

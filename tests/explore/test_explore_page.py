@@ -1,4 +1,6 @@
-"""The explorer's page in a real browser: every control, keyboard use, texts that are hostile, widths, notebooks, the command."""
+"""The explorer's page in a real browser: every control, keyboard use, texts that are hostile,
+widths, notebooks, the command.
+"""
 
 import re
 import sys
@@ -19,7 +21,7 @@ MORE = "More to change: words, sides, slopes, heads"
 
 def test_the_slider_overrides_the_slope_of_one_head(open_state):
     page = open_state()
-    slider = page.page.get_by_role("slider", name="Slope")
+    slider = page.get_by_role("slider", name="Slope")
     slider.press("ArrowLeft")
     slope = 2 ** (-1 - 1 / 8)
     assert slider.get_attribute("aria-valuetext") == f"{slope:g}"
@@ -27,7 +29,7 @@ def test_the_slider_overrides_the_slope_of_one_head(open_state):
     page.choose_head(1)
     assert slider.get_attribute("aria-valuetext") == "0.25"
     page.fold(MORE)
-    page.page.get_by_role("button", name="Reset slopes").click()
+    page.get_by_role("button", name="Reset slopes").click()
     assert [row[1] for row in page.table("Slopes")] == ["0.5", "0.25"]
 
 
@@ -48,41 +50,41 @@ TYPED = [
 
 def test_a_slope_can_be_typed_and_a_bad_one_changes_nothing(open_state):
     page = open_state()
-    field = page.page.get_by_role("textbox", name="Slope, exact")
+    field = page.get_by_role("textbox", name="Slope, exact")
     for typed, slope, message in TYPED:
         field.fill(typed)
         field.blur()
         assert page.table("Slopes")[0][1] == slope, typed
-        alerts = page.page.get_by_role("alert").all_inner_texts()
+        alerts = page.get_by_role("alert").all_inner_texts()
         assert [alert for alert in alerts if alert] == [message] * bool(message)
         assert field.get_attribute("aria-invalid") == ("true" if message else None)
 
 
 def test_a_message_of_any_length_leaves_the_slider_free(open_state):
     page = open_state()
-    page.page.set_viewport_size({"width": 360, "height": 900})
-    field = page.page.get_by_role("textbox", name="Slope, exact")
+    page.set_viewport_size({"width": 360, "height": 900})
+    field = page.get_by_role("textbox", name="Slope, exact")
     field.fill("steep " * 40)
-    slider = page.page.get_by_role("slider", name="Slope").bounding_box()
-    message = page.page.get_by_role("alert").filter(has_text="Must be").bounding_box()
+    slider = page.get_by_role("slider", name="Slope").bounding_box()
+    message = page.get_by_role("alert").filter(has_text="Must be").bounding_box()
     assert message["height"] > 40
     assert message["y"] >= slider["y"] + slider["height"]
 
 
 def test_paper_keeps_the_colours_that_are_data(open_state):
     page = open_state()
-    page.page.emulate_media(media="print")
+    page.emulate_media(media="print")
     for mark in (".row-table .track", ".legend .positive", ".heat-area canvas"):
-        style = page.page.locator(mark).first.evaluate(
+        style = page.locator(mark).first.evaluate(
             "mark => getComputedStyle(mark).printColorAdjust"
         )
         assert style == "exact", mark
-    page.page.emulate_media(media="screen")
+    page.emulate_media(media="screen")
 
 
 def test_the_legend_says_where_colours_end_before_the_numbers(open_state):
     page = open_state()
-    ends = page.page.locator(".legend span:first-child")
+    ends = page.locator(".legend span:first-child")
     most = abs(linbias.explain(*explore.vectors(WORDS[:5], 2)).scaled[0]).max()
     end = f"\u2212{most:.2f}"
     # Four steps at slope 1/2 take more off than the largest score, and at slope 1/4 less.
@@ -91,13 +93,13 @@ def test_the_legend_says_where_colours_end_before_the_numbers(open_state):
     assert "\u2264" not in "".join(ends.all_inner_texts())
     page.choose_head(0)
     page.choose("Sides", "causal")  # what is hidden has no colour
-    page.page.get_by_role("slider", name="Slope").press("Home")
+    page.get_by_role("slider", name="Slope").press("Home")
     assert "\u2264" not in "".join(ends.all_inner_texts())
 
 
 def test_what_is_being_typed_stays_as_it_is_typed(open_state):
     page = open_state()
-    field = page.page.get_by_role("textbox", name="Slope, exact")
+    field = page.get_by_role("textbox", name="Slope, exact")
     field.fill("")
     field.press_sequentially("0.50")
     assert field.input_value() == "0.50"
@@ -111,31 +113,31 @@ def test_sides_schedule_and_number_of_heads(open_state):
     # The first query sees itself alone: the last one is shown.
     assert page.title().startswith("What \u201cmat\u201d looks at")
     page.choose("Slope schedule", "paper")
-    page.page.get_by_role("textbox", name="Number of heads, exact").fill("3")
+    page.get_by_role("textbox", name="Number of heads, exact").fill("3")
     assert [row[1] for row in page.table("Slopes")] == [f"{x:g}" for x in linbias.slopes(3)]
     assert page.cells(1)[0][1:] == ["0.00", *["\u2212\u221e"] * 4]
     page.choose("Sides", "directional")  # which asks for an even number
     assert [row[0] for row in page.table("Slopes")] == ["0 left", "1 left", "2 right", "3 right"]
     page.choose_head(2)
     assert page.cells(1)[4][1:] == [*["\u2212\u221e"] * 4, "0.00"]
-    assert page.page.get_by_role("slider", name="Slope to the right").count() == 1
+    assert page.get_by_role("slider", name="Slope to the right").count() == 1
     page.choose("Sides", "asymmetric")
-    page.page.get_by_role("textbox", name="Slope to the right, exact").fill("2")
-    page.page.get_by_role("textbox", name="Slope to the left, exact").fill("1")
+    page.get_by_role("textbox", name="Slope to the right, exact").fill("2")
+    page.get_by_role("textbox", name="Slope to the left, exact").fill("1")
     assert page.cells(1)[2][1:] == ["\u22122.00", "\u22121.00", "0.00", "\u22122.00", "\u22124.00"]
 
 
 def test_tokens_are_edited_counted_and_cut(open_state):
     page = open_state()
     page.fold(MORE)
-    text = page.page.get_by_role("textbox", name=re.compile("^Text"))
-    length = page.page.get_by_role("textbox", name="Tokens, exact")
+    text = page.get_by_role("textbox", name=re.compile("^Text"))
+    length = page.get_by_role("textbox", name="Tokens, exact")
     length.fill("10")
     assert text.input_value().split() == WORDS[:10]
     # The chapter's vectors stay; what Python makes of the others, the page makes, too.
     trace, _ = explained({"text": " ".join(WORDS[:10])})
     assert page.cells()[1][1:] == [f"{x:.2f}" for x in trace.weights[0, 1]]
-    assert "linbias.explore.vectors" in page.page.locator(".text .note").inner_text()
+    assert "linbias.explore.vectors" in page.locator(".text .note").inner_text()
     # Words of one's own come back when the slider that took them away gives more.
     text.fill("one two three four")
     length.fill("2")
@@ -143,7 +145,7 @@ def test_tokens_are_edited_counted_and_cut(open_state):
     length.fill("6")
     assert text.input_value().split() == ["one", "two", "three", "four", *WORDS[4:6]]
     length.fill("10")
-    message = page.page.locator(".text .message").first
+    message = page.locator(".text .message").first
     text.fill("")
     assert message.inner_text() == "Needs at least one token."
     assert len(page.cells()) == 10
@@ -169,15 +171,15 @@ def test_tokens_are_text_and_never_markup(open_state):
     tokens = NAUGHTY
     page = open_state(text=" ".join(tokens))
     page.fold(MORE)
-    text = page.page.get_by_role("textbox", name=re.compile("^Text"))
+    text = page.get_by_role("textbox", name=re.compile("^Text"))
     for _ in range(2):
         assert [row[0] for row in page.table("Weights as a table")] == tokens
-        assert page.page.get_by_role("columnheader", name=tokens[0], exact=True).count() > 0
+        assert page.get_by_role("columnheader", name=tokens[0], exact=True).count() > 0
         page.choose_row(tokens[1])
         assert f"\u201c{tokens[1]}\u201d" in page.title()
         tokens = tokens[::-1]
         text.fill(" ".join(tokens))
-    own = page.page.locator("img, b, script:not(#data)")
+    own = page.locator("img, b, script:not(#data)")
     assert own.count() == 1  # the page's script
 
 
@@ -198,22 +200,22 @@ def test_data_cannot_leave_their_element(visit, tmp_path):
 
 def test_the_matrix_is_walked_by_keyboard(open_state):
     page = open_state(row=0)
-    rows = page.page.get_by_role("grid").nth(2).get_by_role("row")
+    rows = page.get_by_role("grid").nth(2).get_by_role("row")
     rows.nth(1).focus()
-    said = page.page.get_by_role("status")
-    page.page.keyboard.press("ArrowDown")
-    page.page.keyboard.press("ArrowDown")
+    said = page.get_by_role("status")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
     assert rows.nth(3).get_attribute("aria-selected") == "true"
     assert rows.nth(3).evaluate("row => row === document.activeElement")
     assert "Query sat, head 0: most weight on sat, 0.5527" in said.all_inner_texts()
-    page.page.keyboard.press("ArrowRight")
-    page.page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
     assert "sat to cat: 0.1653" in said.all_inner_texts()
-    page.page.keyboard.press("ArrowUp")
+    page.keyboard.press("ArrowUp")
     assert rows.nth(2).get_attribute("aria-selected") == "true"
-    page.page.keyboard.press("End")
+    page.keyboard.press("End")
     assert rows.nth(5).get_attribute("aria-selected") == "true"
-    page.page.keyboard.press("Home")
+    page.keyboard.press("Home")
     assert rows.nth(1).get_attribute("aria-selected") == "true"
     assert [row.get_attribute("tabindex") for row in rows.all()[1:]] == ["0", *["-1"] * 4]
     assert rows.nth(1).get_attribute("aria-label") == "The: largest 0.3541 at cat"
@@ -224,12 +226,12 @@ def test_every_control_is_reached_by_tab_and_has_a_name(open_state):
     page.fold(MORE)
     found = []
     for _ in range(60):
-        page.page.keyboard.press("Tab")
-        name = page.page.evaluate(
+        page.keyboard.press("Tab")
+        name = page.evaluate(
             """() => {
               const at = document.activeElement;
               if (at === document.body) return null;
-              const label = at.labels?.[0]?.innerText ?? at.getAttribute("aria-label") ?? at.innerText;
+              const label = at.labels?.[0]?.innerText ?? at.ariaLabel ?? at.innerText;
               return `${at.tagName} ${label.trim()}`;
             }"""
         )
@@ -247,20 +249,20 @@ def test_every_control_is_reached_by_tab_and_has_a_name(open_state):
 def test_the_state_stands_in_the_address(open_state, visit, explorer_file):
     page = open_state()
     page.choose("Sides", "asymmetric")
-    page.page.get_by_role("textbox", name=re.compile("^Text")).fill("a & b=c # d%")
+    page.get_by_role("textbox", name=re.compile("^Text")).fill("a & b=c # d%")
     page.choose_head(1)
-    page.page.get_by_role("textbox", name="Slope to the right, exact").fill("0.3")
+    page.get_by_role("textbox", name="Slope to the right, exact").fill("0.3")
     page.choose_row("#")
     shown, page_title = page.cells(), page.title()
-    page.page.wait_for_timeout(90)  # the address follows the picture after 60 ms
-    again = Explorer(visit(explorer_file, page.page.evaluate("location.hash.slice(1)")))
+    page.wait_for_timeout(90)  # the address follows the picture after 60 ms
+    again = Explorer(visit(explorer_file, page.evaluate("location.hash.slice(1)")))
     assert again.cells() == shown
     assert again.title() == page_title
     # Another address shows another state, and leaves nothing of the first that could fail.
-    again.page.evaluate("location.hash = 'view=how&head=1'")
-    again.page.get_by_role("heading", name="What \u201ccat\u201d looks at, head 1").wait_for()
+    again.evaluate("location.hash = 'view=how&head=1'")
+    again.get_by_role("heading", name="What \u201ccat\u201d looks at, head 1").wait_for()
     assert again.table("Weights as a table") == chapters_table(HEADS.split("\n\n")[1])
-    again.page.get_by_role("radio", name="dark").check()
+    again.get_by_role("radio", name="dark").check()
     assert open_state(left="0:1/8").table("Slopes")[0][1] == "0.125"
     # A state that makes no sense shows the start.
     again = open_state(
@@ -270,42 +272,46 @@ def test_the_state_stands_in_the_address(open_state, visit, explorer_file):
 
 
 def theme(page, name):
-    page.page.get_by_role("group", name="Theme").get_by_role("radio", name=name).check()
+    page.get_by_role("group", name="Theme").get_by_role("radio", name=name).check()
 
 
 def test_light_and_dark(open_state):
     page = open_state(options={"color_scheme": "dark"})
     ground = "getComputedStyle(document.querySelector('.explore')).backgroundColor"
     picture = "document.querySelector('.heatmap canvas').toDataURL()"
-    dark, dark_picture = page.page.evaluate(ground), page.page.evaluate(picture)
+    dark, dark_picture = page.evaluate(ground), page.evaluate(picture)
     theme(page, "light")
-    assert page.page.evaluate(ground) != dark
-    assert page.page.evaluate(picture) != dark_picture
+    assert page.evaluate(ground) != dark
+    assert page.evaluate(picture) != dark_picture
     theme(page, "auto")
-    assert page.page.evaluate(picture) == dark_picture
-    page.page.emulate_media(color_scheme="light")
-    assert page.page.evaluate(ground) != dark
+    assert page.evaluate(picture) == dark_picture
+    page.emulate_media(color_scheme="light")
+    assert page.evaluate(ground) != dark
     # It is kept, under the name of the documentation's own pages, and follows them.
     theme(page, "dark")
-    assert page.page.evaluate("localStorage.theme") == "dark"
-    page.page.reload()
-    assert page.page.evaluate(ground) == dark
-    assert page.page.get_by_role("radio", name="dark").is_checked()
+    assert page.evaluate("localStorage.theme") == "dark"
+    page.reload()
+    assert page.evaluate(ground) == dark
+    assert page.get_by_role("radio", name="dark").is_checked()
     change = "dispatchEvent(new StorageEvent('storage', { key: 'theme', newValue: '%s' }))"
-    page.page.evaluate(change % "light")
-    assert page.page.evaluate(ground) != dark
-    assert page.page.get_by_role("radio", name="light").is_checked()
-    page.page.evaluate(change % "<b>")
-    assert page.page.get_by_role("radio", name="light").is_checked()
+    page.evaluate(change % "light")
+    assert page.evaluate(ground) != dark
+    assert page.get_by_role("radio", name="light").is_checked()
+    page.evaluate(change % "<b>")
+    assert page.get_by_role("radio", name="light").is_checked()
 
 
-PLACES = """() => [...document.querySelectorAll(".control, figure, details, .row-panel")].filter((part) => part.offsetParent).map((part) => {
-  const { top, left, width, height } = part.getBoundingClientRect();
-  return [top + scrollY, left, width, height];
-})"""
+PLACES = """() => {
+  const parts = [...document.querySelectorAll(".control, figure, details, .row-panel")];
+  return parts.filter((part) => part.offsetParent).map((part) => {
+    const { top, left, width, height } = part.getBoundingClientRect();
+    return [top + scrollY, left, width, height];
+  });
+}"""
 SHIFT = """() => new Promise((done) => {
-  new PerformanceObserver((list) => done(list.getEntries().reduce((sum, entry) => sum + entry.value, 0)))
-    .observe({ type: "layout-shift", buffered: true });
+  const sum = (list) => list.getEntries().reduce((total, entry) => total + entry.value, 0);
+  const observer = new PerformanceObserver((list) => done(sum(list)));
+  observer.observe({ type: "layout-shift", buffered: true });
   setTimeout(() => done(0), 50);
 })"""
 
@@ -313,20 +319,20 @@ SHIFT = """() => new Promise((done) => {
 def test_the_page_fits_every_width_and_nothing_jumps(open_state):
     phone = {"viewport": {"width": 360, "height": 800}}
     page = open_state(phone, text=" ".join(WORDS[:20]), heads=16)
-    assert page.page.evaluate(SHIFT) == 0
-    page.page.evaluate(
+    assert page.evaluate(SHIFT) == 0
+    page.evaluate(
         "() => document.querySelectorAll('details').forEach((fold) => (fold.open = true))"
     )
-    page.page.wait_for_timeout(30)  # until the tables are filled
-    slider = page.page.get_by_role("slider", name="Slope")
+    page.wait_for_timeout(30)  # until the tables are filled
+    slider = page.get_by_role("slider", name="Slope")
     for width in (360, 768, 1280, 1600):
-        page.page.set_viewport_size({"width": width, "height": 800})
-        assert page.page.evaluate("document.documentElement.scrollWidth") == width
-        places = page.page.evaluate(PLACES)
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        places = page.evaluate(PLACES)
         for key in ("ArrowLeft", "Home"):
             slider.press(key)
-        page.page.wait_for_timeout(90)  # until the tables have followed
-        assert page.page.evaluate(PLACES) == places
+        page.wait_for_timeout(90)  # until the tables have followed
+        assert page.evaluate(PLACES) == places
 
 
 def test_without_scripts_a_picture_and_the_tables_remain(visit, explorer_file):
@@ -377,15 +383,13 @@ def open_widget(chromium):
 
     def opened(state):
         widget = explore.widget(state=state)
-        page.add_script_tag(
-            content=widget._esm.replace("export default", "globalThis.widget ="), type="module"
-        )
+        script = widget._esm.replace("export default", "globalThis.widget =")
+        page.add_script_tag(content=script, type="module")
         page.wait_for_function("() => globalThis.widget")
         names = ("data", "stylesheet", "state")
         page.evaluate(MODEL, {name: getattr(widget, name) for name in names})
-        page.evaluate(
-            "const el = document.createElement('div'); document.body.append(el); widget.render({ model, el })"
-        )
+        page.evaluate("document.body.append(document.createElement('div'))")
+        page.evaluate("widget.render({ model, el: document.body.lastChild })")
         return page
 
     yield opened
@@ -410,7 +414,8 @@ def test_keys_stay_in_the_widget_wherever_it_was_clicked(open_widget):
     # JupyterLab listens before the widget and heeds an attribute, other notebooks listen after it.
     page.evaluate("""() => {
       globalThis.heard = [];
-      const hear = ({ key, target }) => target.closest("[data-lm-suppress-shortcuts]") || heard.push(key);
+      const heeded = "[data-lm-suppress-shortcuts]";
+      const hear = ({ key, target }) => target.closest(heeded) || heard.push(key);
       document.addEventListener("keydown", hear, { capture: true });
       document.addEventListener("keydown", ({ key }) => heard.push(key));
     }""")
@@ -463,7 +468,8 @@ def test_a_missing_anywidget_is_named(monkeypatch):
 
 
 def test_a_call_of_the_module_says_what_to_call():
-    message = "linbias.explore is a module: call linbias.explore.widget() in a notebook, or linbias.explore.page() for HTML"
+    names = "linbias.explore.widget() in a notebook, or linbias.explore.page() for HTML"
+    message = f"linbias.explore is a module: call {names}"
     with pytest.raises(TypeError, match=re.escape(message)):
         linbias.explore()
 

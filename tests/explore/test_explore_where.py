@@ -1,4 +1,6 @@
-"""The explorer's view "Where": stamps on a ruler, words that forget, and points of a plane, in a real browser."""
+"""The explorer's view "Where": stamps on a ruler, words that forget, and points of a plane, in a
+real browser.
+"""
 
 import contextlib
 import io
@@ -10,11 +12,9 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 
-import linbias
-from explorer_page import printed
+from explorer_page import STORY, copied, last_words_weights, printed
 from linbias import explore
 
-WORDS = "The cat sat on the mat and the dog ran home".split()
 COUNTED = [float(s) for s in range(11)]
 FAR = 1000
 
@@ -44,27 +44,29 @@ def positions(page):
     return [float(text) for text in texts]
 
 
-def weights_at(slope, positions):
-    """What the last word gives to each word: attention whose values are the words themselves."""
-    q, k, _ = (rows[1:] for rows in explore.vectors(WORDS, num_heads=2))
-    words = np.eye(len(WORDS))[None]
-    return linbias.attention(q, k, words, [slope], positions=positions)[0, -1]
+def gap(page, s):
+    """Pixels between the knob of a word and the next."""
+    here, following = (page.locator(".knob").nth(i).bounding_box() for i in (s, s + 1))
+    return following["x"] - here["x"]
 
 
 def assert_line(page, slope, positions):
     """The words' numbers, ink and bars are those of Python's attention at these positions."""
-    weights = weights_at(slope, positions)
+    weights = last_words_weights(STORY, slope, positions)
     shown = page.locator(".ruler .ink-word").evaluate_all(
         """words => words.map((word) => {
-          const [ink, share, plain] = ["--ink-share", "--share", "--plain"].map((name) => Number(word.style.getPropertyValue(name)));
-          return { text: [word.children[1].textContent, word.children[2].textContent], ink, share, plain };
+          const names = ["--ink-share", "--share", "--plain"];
+          const numberOf = (name) => Number(word.style.getPropertyValue(name));
+          const [ink, share, plain] = names.map(numberOf);
+          const text = [1, 2].map((child) => word.children[child].textContent);
+          return { text, ink, share, plain };
         })"""
     )
-    wanted = [[word, printed(x, 2)] for word, x in zip(WORDS, weights, strict=True)]
+    wanted = [[word, printed(x, 2)] for word, x in zip(STORY, weights, strict=True)]
     assert [word["text"] for word in shown] == wanted
     assert [word["ink"] for word in shown] == pytest.approx(list((weights / weights.max()) ** 0.5))
     # Bars and the thin lines across them, the weights of words that are counted, have one scale.
-    counted = weights_at(slope, COUNTED)
+    counted = last_words_weights(STORY, slope, COUNTED)
     most = max(0.35, *weights, *counted)
     assert [word["share"] for word in shown] == pytest.approx(list(weights / most))
     assert [word["plain"] for word in shown] == pytest.approx(list(counted / most))
@@ -109,15 +111,10 @@ def test_a_stamp_is_dragged_and_never_past_its_neighbours(where, width):
     stands = positions(page)
     middles = [knob(page, word).bounding_box() for word in ("cat", "sat")]
     unit = [middles[1][axis] - middles[0][axis] for axis in "xy"]
-    for word, units, reaches in (
-        ("mat", 0.5, 5.5),
-        ("mat", -1.2, 4.3),
-        ("mat", 4, 6.0),
-        ("cat", -1.5, 0.0),
-        ("home", 2.5, 12.0),
-    ):
+    moves = ("mat", 0.5, 5.5), ("mat", -1.2, 4.3), ("mat", 4, 6.0), ("cat", -1.5, 0.0)
+    for word, units, reaches in (*moves, ("home", 2.5, 12.0)):
         drag(page, word, units * unit[0], units * unit[1])
-        stands[WORDS.index(word)] = reaches
+        stands[STORY.index(word)] = reaches
         assert positions(page) == pytest.approx(stands)
         assert_line(page, 0.5, stands)
     # Once let go, the knob follows the pointer no longer.
@@ -127,7 +124,7 @@ def test_a_stamp_is_dragged_and_never_past_its_neighbours(where, width):
 
 def test_of_knobs_at_one_place_the_one_that_can_move_is_dragged(where):
     page = where(x="0 1 2 3 4 5 6 6 6 12 12")
-    unit = page.locator(".knob").nth(1).bounding_box()["x"] - page.locator(".knob").nth(0).bounding_box()["x"]  # fmt: skip
+    unit = gap(page, 0)
     drag(page, "home", -2 * unit)  # it lies over "ran", which alone can go to the left
     assert positions(page)[-2:] == [10, 12]
     drag(page, "dog", -0.5 * unit)
@@ -140,18 +137,9 @@ def test_a_stamp_is_moved_by_keys(where):
     page = where(x="0 1 2 3 4 5 6 7 8 9 10")
     mat = knob(page, "mat")
     mat.focus()
-    for key, place in (
-        ("ArrowRight", 5.1),
-        ("ArrowUp", 5.2),
-        ("ArrowLeft", 5.1),
-        ("ArrowDown", 5.0),
-        ("PageUp", 6.0),
-        ("ArrowRight", 6.0),
-        ("PageDown", 5.0),
-        ("Home", 4.0),
-        ("ArrowLeft", 4.0),
-        ("End", 6.0),
-    ):
+    keys = "ArrowRight ArrowUp ArrowLeft ArrowDown PageUp ArrowRight PageDown Home ArrowLeft End"
+    places = (5.1, 5.2, 5.1, 5.0, 6.0, 6.0, 5.0, 4.0, 4.0, 6.0)
+    for key, place in zip(keys.split(), places, strict=True):
         mat.press(key)
         assert positions(page) == [*COUNTED[:5], place, *COUNTED[6:]], key
         assert float(mat.get_attribute("aria-valuenow")) == place
@@ -187,7 +175,7 @@ def test_a_word_that_forgets_takes_the_ink_from_all_before_it(where):
     before = positions(page)
     breaks = page.locator(".ruler-break")
     assert breaks.get_attribute("d") == ""
-    gaps = page.locator(".knob").nth(6).bounding_box()["x"] - page.locator(".knob").nth(5).bounding_box()["x"]  # fmt: skip
+    before_break = gap(page, 5)
     forgets(page, "and").click()
     after = [*before[:6], *(x + FAR for x in before[6:])]
     assert positions(page) == pytest.approx(after)
@@ -195,15 +183,16 @@ def test_a_word_that_forgets_takes_the_ink_from_all_before_it(where):
     assert set(page.locator(".ruler .ink-number").all_inner_texts()[:6]) == {"0.00"}
     assert forgets(page, "and").get_attribute("aria-pressed") == "true"
     says = page.locator(".stamps .ink-says").inner_text()
-    assert "\u201cand\u201d forgets: what came before stands 1,000 further off, and keeps 0.0000" in says  # fmt: skip
+    assert "\u201cand\u201d forgets: what came before stands 1,000 further off" in says
+    assert "and keeps 0.0000" in says
     assert says in page.get_by_role("status").all_inner_texts()
-    # The ruler is broken between the two, which stand further apart than before, and counts on beyond.
+    # The ruler is broken between the two, which stand further apart, and counts on beyond.
     assert breaks.get_attribute("d").count("M") == 2
-    knobs = [page.locator(".knob").nth(s).bounding_box()["x"] for s in (5, 6)]
-    assert knobs[1] - knobs[0] > gaps
+    assert gap(page, 5) > before_break
     ticks = page.locator(".ruler-drawing text").all_text_contents()
     assert ticks[0] == "0" and ticks[-1] == "1,012"
-    # Another one, by keyboard, and a stamp behind both is still dragged by as much as the pointer moves.
+    # Another one, by keyboard, and a stamp behind both is still dragged by as much as the pointer
+    # moves.
     forgets(page, "ran").press("Enter")
     assert breaks.get_attribute("d").count("M") == 4
     assert_line(page, 0.5, [*after[:9], *(x + FAR for x in after[9:])])
@@ -219,7 +208,7 @@ def test_a_word_that_forgets_takes_the_ink_from_all_before_it(where):
 
 @pytest.mark.parametrize("width", [320, 744, 1280])
 def test_no_word_covers_another_wherever_they_stand(where, width):
-    for x in ("", "0 0 0 0 0 0 0 0 0 0 0", "0 1 6 6 6 6 6 6 6 11 12", "12 12 12 12 12 12 12 12 12 12 12"):  # fmt: skip
+    for x in ("", " ".join("0" * 11), "0 1 6 6 6 6 6 6 6 11 12", " ".join(["12"] * 11)):
         page = where({"viewport": {"width": width, "height": 900}}, x=x, gates="3 6")
         axis, size = ("y", "height") if width == 320 else ("x", "width")
         boxes = [word.bounding_box() for word in page.locator(".ruler .ink-word").all()]
@@ -236,7 +225,9 @@ def test_no_word_covers_another_wherever_they_stand(where, width):
 
 
 def plane_weights(query, slope, metric):
-    """What token `query` gives to each, restated: token 0 is global, the others stand as seeds in a sunflower."""
+    """What token `query` gives to each, restated: token 0 is global, the others stand as seeds in
+    a sunflower.
+    """
     seed = np.arange(72)
     angle = seed * np.pi * (3 - 5**0.5)
     points = (seed + 0.5)[:, None] ** 0.5 * np.stack([np.cos(angle), np.sin(angle)], axis=1)
@@ -256,7 +247,10 @@ def assert_plane(page, query, slope=0.5, metric="euclidean"):
     """Numbers and ink are those of this query."""
     weights = plane_weights(query, slope, metric)
     shown = dots(page).evaluate_all(
-        "dots => dots.map((dot) => [dot.getAttribute('aria-label'), Number(dot.style.getPropertyValue('--ink-share')), dot.classList.contains('looks')])"
+        """dots => dots.map((dot) => [
+          dot.ariaLabel, Number(dot.style.getPropertyValue("--ink-share")),
+          dot.classList.contains("looks"),
+        ])"""
     )
     names = ["global token", *(f"point {i}" for i in range(1, 73))]
     assert [words for words, _, _ in shown] == [
@@ -291,7 +285,8 @@ def test_the_ink_of_points_is_what_the_one_under_the_pointer_gives_them(where):
     assert kept(page) == 7
     dots(page).nth(0).click()
     assert_plane(page, 0)
-    assert len(set(re.findall(r"0\.\d{4}", page.locator(".plane-story .ink-says").inner_text()))) == 1  # fmt: skip
+    says = page.locator(".plane-story .ink-says").inner_text()
+    assert len(set(re.findall(r"0\.\d{4}", says))) == 1
 
 
 def test_slope_and_metric_change_the_ink_and_the_lines_of_equal_weight(where):
@@ -370,8 +365,16 @@ def test_a_link_brings_stamps_and_points_back(where, visit, explorer_file):
     start = positions(page)
     knob(page, "home").press("ArrowLeft")
     page.wait_for_timeout(90)
-    assert set(page.evaluate("[...new URLSearchParams(location.hash.slice(1)).keys()]")) == {"x", "view"}  # fmt: skip
-    for x in ("0 1 2", "0 1 2 3 4 5 6 7 8 10 9", "0 1 2 3 4 5 6 7 8 9 99", "a b c d e f g h i j k", "-1 1 2 3 4 5 6 7 8 9 10"):  # fmt: skip
+    names = page.evaluate("[...new URLSearchParams(location.hash.slice(1)).keys()]")
+    assert set(names) == {"x", "view"}
+    eight = " ".join(map(str, range(1, 9)))
+    for x in (
+        "0 1 2",
+        f"0 {eight} 10 9",
+        f"0 {eight} 9 99",
+        "a b c d e f g h i j k",
+        f"-1 {eight} 9 10",
+    ):
         page = where(x=x, gates="0", slope="2", plane="", metric="up", query="73")
         assert positions(page) == start, x
         assert_line(page, 0.5, start)
@@ -380,25 +383,20 @@ def test_a_link_brings_stamps_and_points_back(where, visit, explorer_file):
         assert positions(where(gates=gates)) == start
 
 
-def copied(page, section):
-    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
-    part = page.locator(section)
-    part.get_by_role("button", name="Copy code").click()
-    return part.get_by_role("textbox", name="To copy by hand").input_value()
-
-
 def test_the_code_of_the_line_gives_its_numbers(where):
     page = where(x="0 1 2 3 4 4.5 6 7.1 8 9 12", gates="4", slope=0.3)
-    code = copied(page, ".stamps")
+    code = copied(page.locator(".stamps"))
     assert "linbias.attention(q, k, v, [0.3], positions=" in code
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(code, {})
-    output, weights = (np.fromstring(line, sep=" ") for line in re.findall(r"\[([^\]]*)\]", out.getvalue()))  # fmt: skip
+    lines = re.findall(r"\[([^\]]*)\]", out.getvalue())
+    output, weights = (np.fromstring(line, sep=" ") for line in lines)
     stands = positions(page)
     assert stands[4] == 1004
-    assert weights == pytest.approx(weights_at(0.3, stands).round(2))
-    _, _, v = explore.vectors(WORDS, num_heads=2)
-    assert output == pytest.approx(weights_at(0.3, stands) @ v[1], abs=1e-6)
+    expected = last_words_weights(STORY, 0.3, stands)
+    assert weights == pytest.approx(expected.round(2))
+    _, _, v = explore.vectors(STORY, num_heads=2)
+    assert output == pytest.approx(expected @ v[1], abs=1e-6)
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
@@ -408,7 +406,7 @@ def test_the_code_of_the_plane_gives_its_numbers(where, metric):
     assert_plane(page, 50, 0.8, metric)
     names: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(copied(page, ".plane-story"), names)
+        exec(copied(page.locator(".plane-story")), names)
     for query in (50, 0):
         wanted = plane_weights(query, 0.8, metric)
         assert names["weights"][query].numpy() == pytest.approx(wanted)

@@ -121,7 +121,8 @@ def test_what_is_typed_in_the_widget_is_no_shortcut(run_first_cell):
     cells = notebook.locator(".jp-Notebook .jp-CodeCell")
     assert cells.count() == len(CELLS)
     shown = Explorer(notebook)
-    # "a" adds a cell above, "dd" deletes the cell, and "x" cuts it, wherever JupyterLab hears them.
+    # "a" adds a cell above, "dd" deletes the cell, and "x" cuts it, wherever JupyterLab hears
+    # them.
     notebook.get_by_role("grid").first.get_by_role("row").nth(2).click()
     notebook.keyboard.type("addx")
     assert cells.count() == len(CELLS)

@@ -1,4 +1,6 @@
-"""The figures of `linbias.plots` show the numbers, in a column's width, with letters that do not overlap."""
+"""The figures of `linbias.plots` show the numbers, in a column's width, with letters that do not
+overlap.
+"""
 
 import re
 from pathlib import Path
@@ -103,7 +105,8 @@ def test_tokens_are_written_as_text_and_do_not_overlap():
 
 
 def test_reach_says_within_which_distance_the_weight_lies():
-    # Weights 1/2, 1/4, 1/8 ... by distance: half of a row lies on its own position, 90 percent on the nearest 4.
+    # Weights 1/2, 1/4, 1/8 ... by distance: half of a row lies on its own position, 90 percent on
+    # the nearest 4.
     flat = np.zeros((1, 64, 1))
     found = tokens_that_hold(flat, flat, np.log([2.0]), [0.49, 0.9, 0.99], {"causal": True})
     assert found[:, 0].tolist() == [1, 4, 7]
@@ -201,27 +204,29 @@ def test_nothing_is_cut_in_axes_of_ones_own(folder, size):
 
 
 ONES = np.ones((1, 3, 2))
+ONE = [record("alibi", 4, 3.0)]
+OWN = Figure().subplots()
+NO_RUN = "results must be the folder of a finished linbias extrapolate, got absent"
+NOT_RISING = "shares must be one to four, rising, got [0.9, 0.5]"
 REFUSED = [
-    (lambda: plots.bias([0.5], 3, right_slopes=[0.5]), "plots.bias: right_slopes needs causal=False, got both"),
-    (lambda: plots.bias(0.5, 3), "plots.bias: slopes must be [H], got []"),
-    (lambda: plots.bias([0.5], 0), "plots.bias: there must be a query and a key, got T=0, S=0"),
-    (lambda: plots.bias([0.5], 3, heads=[1]), "plots.bias: heads must be in [0, 1), got [1]"),
-    (lambda: plots.bias([0.5], 3, tokens="ab"), "plots.bias: tokens must name the 3 keys, got 2"),
-    (lambda: plots.bias([0.5], 3, width="wide"), "plots.bias: width must be 'single', 'double' or inches, got 'wide'"),
-    (lambda: plots.weights(ONES[None]), "plots.weights: weights must be [H, T, S], got [1, 1, 3, 2]"),
-    (lambda: plots.weights(np.ones((2, 3, 3)), ax=Figure().subplots()), "plots.weights: ax takes one head, got 2: choose with heads"),
-    (lambda: plots.reach(ONES[None], ONES), "plots.reach: q must be [H, T, D], got [1, 1, 3, 2]"),
-    (lambda: plots.reach(ONES, ONES, shares=[0.9, 0.5]), "plots.reach: shares must be one to four, rising, got [0.9, 0.5]"),
-    (lambda: plots.reach(ONES, ONES, shares=[1.0]), "plots.reach: shares must be in (0, 1), got [1.0]"),
-    (lambda: plots.loss_by_length([]), "plots.loss_by_length: results must hold an evaluation, got none"),
-    (lambda: plots.loss_by_length([record("alibi", 4, 3.0)], train_length=8), "plots.loss_by_length: train_length must be one of [4], got 8"),
-    (lambda: plots.loss_by_length("absent"), "plots.loss_by_length: results must be the folder of a finished linbias extrapolate, got absent"),
-]  # fmt: skip
+    ("bias", ([0.5], 3), {"right_slopes": [0.5]}, "right_slopes needs causal=False, got both"),
+    ("bias", (0.5, 3), {}, "slopes must be [H], got []"),
+    ("bias", ([0.5], 0), {}, "there must be a query and a key, got T=0, S=0"),
+    ("bias", ([0.5], 3), {"heads": [1]}, "heads must be in [0, 1), got [1]"),
+    ("bias", ([0.5], 3), {"tokens": "ab"}, "tokens must name the 3 keys, got 2"),
+    ("bias", ([0.5], 3), {"width": "w"}, "width must be 'single', 'double' or inches, got 'w'"),
+    ("weights", (ONES[None],), {}, "weights must be [H, T, S], got [1, 1, 3, 2]"),
+    ("weights", (np.ones((2, 3, 3)),), {"ax": OWN}, "ax takes one head, got 2: choose with heads"),
+    ("reach", (ONES[None], ONES), {}, "q must be [H, T, D], got [1, 1, 3, 2]"),
+    ("reach", (ONES, ONES), {"shares": [0.9, 0.5]}, NOT_RISING),
+    ("reach", (ONES, ONES), {"shares": [1.0]}, "shares must be in (0, 1), got [1.0]"),
+    ("loss_by_length", ([],), {}, "results must hold an evaluation, got none"),
+    ("loss_by_length", (ONE,), {"train_length": 8}, "train_length must be one of [4], got 8"),
+    ("loss_by_length", ("absent",), {}, NO_RUN),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"), REFUSED, ids=[message[:50] for _, message in REFUSED]
-)
-def test_bad_calls_are_refused(call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
+@pytest.mark.parametrize(("name", "arguments", "options", "message"), REFUSED)
+def test_bad_calls_are_refused(name, arguments, options, message):
+    with pytest.raises(ValueError, match=re.escape(f"plots.{name}: {message}")):
+        getattr(plots, name)(*arguments, **options)

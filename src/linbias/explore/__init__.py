@@ -1,18 +1,14 @@
 """The explorer: attention with linear biases as a page to touch, one file without a network.
 
-Its files, each with one task:
+Its files:
 
-    data.py      what Python puts into the page as JSON: the chapter's example
-    results.py   runs of `linbias extrapolate`; results.json is the README's
-    model.py     trained models on a text; reading.py: what is measured of one
-    bundle.py    the modules of js/ as one script
-    frame.py     all of it as one file, in the frame of page.html; style.css, story.css and
-                 views.css are its look, light and dark
-    static.py    what is left of it without scripts
+    data.py      the chapter's example; results.py: runs; model.py, reading.py: models on a text
     vectors.py   q, k and v for texts of the reader's
+    bundle.py    the modules of js/ as one script: start.js (a file) and widget.js (a notebook)
+                 start page.js, *_view.js are its views, card.js is a slope for the documentation
+    frame.py     all of it as one file, in the frame of page.html, with style.css, story.css
+                 and views.css; static.py is what is left of it without scripts
     notebook.py  the page inside a notebook
-    js/          start.js (a file) and widget.js (a notebook) start page.js; *_view.js are its
-                 views; card.js is the first view's slope alone, for the documentation
 """
 
 import sys
@@ -133,7 +129,8 @@ def slope_card(place: str) -> str:
 class _Module(ModuleType):
     def __call__(self, *args: object, **options: object) -> NoReturn:
         raise TypeError(
-            "linbias.explore is a module: call linbias.explore.widget() in a notebook, or linbias.explore.page() for HTML"
+            "linbias.explore is a module: call linbias.explore.widget() in a notebook, or "
+            "linbias.explore.page() for HTML"
         )
 
 

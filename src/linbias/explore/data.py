@@ -1,4 +1,4 @@
-"""What Python puts into the page: the book chapter's example, links, and rules that page and terminal share."""
+"""What Python puts into the page: the chapter's example, links, and what methods look like."""
 
 from importlib import metadata
 from typing import Any
@@ -8,8 +8,7 @@ from linbias.explore.bundle import MOST_HEADS
 from linbias.methods import METHODS
 from linbias.schedules import SCHEDULES
 
-MAX_TOKENS = 64
-MAX_HEADS = MOST_HEADS
+_MAX_TOKENS = 64
 
 # The character of a head by what a key at distance 10 loses, in the words of the book chapter.
 CHARACTERS = (
@@ -22,26 +21,21 @@ CHARACTERS = (
 
 
 def character(lost: float) -> str:
-    """The character of a head whose keys at distance 10 lose this much.
-
-    Example:
-        >>> [character(10 / 2**h) for h in (1, 2, 3, 4, 8)]
-        ['Ultra-local', 'Local', 'Medium-range', 'Broad', 'Near-global']
-    """
+    """The character of a head whose keys at distance 10 lose this much."""
     return next(name for least, name in CHARACTERS if lost >= least)
 
 
 # A text to make the example longer: the ten words of the chapter's fifth exercise, and more.
 WORDS = (
-    "The cat sat on mat and the dog ran home while rain fell over the small town and every lamp along "
-    "the road went out one by one until only the window of the old library still glowed where somebody "
-    "read aloud from a book about distance and memory and how far a word can reach back for what came "
-    "before it was said"
-).split()[:MAX_TOKENS]
+    "The cat sat on mat and the dog ran home while rain fell over the small town and every lamp "
+    "along the road went out one by one until only the window of the old library still glowed "
+    "where somebody read aloud from a book about distance and memory and how far a word can reach "
+    "back for what came before it was said"
+).split()[:_MAX_TOKENS]
 
 
 def methods() -> dict[str, dict[str, Any]]:
-    """How charts show each position method: its name, its colour, and whether its line stands out."""
+    """How charts show each position method; the line of a `main` one stands out."""
     return {
         name: {
             "label": method.label,
@@ -53,7 +47,7 @@ def methods() -> dict[str, dict[str, Any]]:
 
 
 def example() -> dict[str, Any]:
-    """What the page starts with: five tokens, and two heads of q, k and v side by side in each row."""
+    """What the page starts with: five tokens, and q, k, v with two heads side by side in a row."""
     return {
         "tokens": TOKENS,
         "q": Q,
@@ -62,29 +56,20 @@ def example() -> dict[str, Any]:
         "words": WORDS,
         "schedules": SCHEDULES,
         "characters": CHARACTERS,
-        "max_tokens": MAX_TOKENS,
-        "max_heads": MAX_HEADS,
+        "max_tokens": _MAX_TOKENS,
+        "max_heads": MOST_HEADS,
     }
 
 
-# Where the page leads to: the paper, and what the package's own metadata name.
 _PAPER = "https://arxiv.org/abs/2108.12409"
-_URLS = {
-    "docs": "documentation",
-    "code": "source",
-}  # as the labels of a project's addresses are written
+_URLS = {"docs": "documentation", "code": "source"}  # the labels of a project's addresses
 
 
 def links(docs: str | None = None) -> dict[str, str]:
-    """The addresses behind "The paper", "Documentation" and "Code", those that are known.
-
-    Args:
-        docs: Address of the documentation, where the page stands in it.
-    """
-    urls = dict(
-        line.split(", ", 1) for line in metadata.metadata("linbias").get_all("Project-URL") or []
-    )
-    known = {label.lower(): url for label, url in urls.items()}
-    found = {"docs": docs} if docs else {}
-    found = {name: known[label] for name, label in _URLS.items() if label in known} | found
-    return {"paper": _PAPER, **found}
+    """The addresses behind "The paper", "Documentation" (docs, if given) and "Code", if known."""
+    lines = metadata.metadata("linbias").get_all("Project-URL") or []
+    urls = {label.lower(): url for label, url in (line.split(", ", 1) for line in lines)}
+    known = {name: urls[label] for name, label in _URLS.items() if label in urls}
+    if docs:
+        known["docs"] = docs
+    return {"paper": _PAPER, **known}

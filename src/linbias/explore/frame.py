@@ -12,13 +12,7 @@ from linbias.explore.bundle import bundle, style
 
 
 def html(content: dict[str, Any], static: str, title: str = "linbias explore") -> str:
-    """Write the page.
-
-    Args:
-        content: What it shows, as `content_of` gives it.
-        static: HTML for readers without scripts.
-        title: Of the window.
-    """
+    """Write the page of what `content_of` gives, and of HTML for readers without scripts."""
     script = f'"use strict";\n(() => {{\n{bundle("start.js")}}})();\n'
     template = resources.files("linbias.explore").joinpath("page.html").read_text("utf-8")
     return Template(template).substitute(

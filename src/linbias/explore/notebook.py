@@ -18,7 +18,7 @@ class Explorer(anywidget.AnyWidget):
     state = traitlets.Unicode("").tag(sync=True)
 
     def _repr_mimebundle_(self, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a cell keeps: the widget, and a picture of its example for pages that cannot run it."""
+        """What a cell keeps: the widget, and a picture for pages that cannot run it."""
         shown, metadata = super()._repr_mimebundle_(**options)
         words = "The explorer of linbias, a widget that a running notebook draws"
         return {**shown, "text/plain": words, "image/svg+xml": picture()}, metadata

@@ -1,7 +1,7 @@
-"""What one model makes of one text: attention weights, how far each head departs from its bias, losses and guesses.
+"""What one model makes of one text: weights, departure of heads from their bias, losses, guesses.
 
-A weight travels in 16 bits, weight = integer / 65535, so that what the page prints is within 1 / 131,070 of what the
-model computed. Only the lower triangle of a causal model's matrices is kept.
+A weight travels in 16 bits, integer / 65535, so that what the page prints is within 1 / 131,070 of
+what the model computed. Only the lower triangle of a causal model's matrices is kept.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,47 +24,21 @@ from linbias.models.decoder.positions import AttendOptions, Biased, Stepped
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.limits import able_to_read
 
-SHARE = 0.9  # of the weight that the stated distance holds
-NUM_GUESSES = 5
+_NUM_GUESSES = 5
 _MAX_LOGITS = 2**22  # whose logarithms are taken at once, in float64
 
 Ids = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float32]
 
 
-class Forecast(NamedTuple):
-    """What a causal model expects of a text, token by token.
-
-    Attributes:
-        bits: [T - 1], -log2 of the probability of each token after the first.
-        ids: [T, guesses], the likeliest tokens after each one, the likeliest first.
-        probabilities: [T, guesses], of those.
-    """
-
-    bits: Float64
-    ids: Ids
-    probabilities: Float64
-
-
 def run(model: PreTrainedModel, ids: Ids) -> tuple[Weights, Tensor | None]:
-    """Let a model read a text.
-
-    Args:
-        model: Any that `linbias.models.load` gives and that reads one text.
-        ids: [T], its tokens.
-
-    Returns:
-        The attention weights [layers, heads, T, T], and the logits [T, vocabulary] where the model gives them.
-
-    Raises:
-        ValueError: The model does not give its weights, or not of every layer, or they are not finite.
-    """
+    """Weights [layers, heads, T, T] of a model on ids [T], and its logits [T, vocabulary]."""
     if model.config._attn_implementation not in ("eager", "linbias"):
         model.set_attn_implementation("eager")  # the other ways have no weights to give
     with able_to_read(model, len(ids)), torch.inference_mode():
         inputs = torch.from_numpy(ids)[None]
-        found = model(inputs, output_attentions=True, return_dict=True)
-    given = getattr(found, "attentions", None) or ()
+        output = model(inputs, output_attentions=True, return_dict=True)
+    given = getattr(output, "attentions", None) or ()
     square = (len(ids), len(ids))
     if not given or any(layer is None or layer.shape[-2:] != square for layer in given):
         kind = type(model).__name__
@@ -72,35 +46,31 @@ def run(model: PreTrainedModel, ids: Ids) -> tuple[Weights, Tensor | None]:
     weights = torch.cat([layer.float() for layer in given]).numpy()
     if not np.isfinite(weights).all():
         raise ValueError("explore: model must have finite attention weights, got nan")
-    logits = getattr(found, "logits", None)
+    logits = getattr(output, "logits", None)
     return weights, None if logits is None else logits[0]
 
 
 def shape_of(model: PreTrainedModel, ids: Ids) -> tuple[int, bool]:
-    """How many matrices of weights a model has, and whether it is causal: whether no query sees a later key."""
+    """How many matrices of weights a model has, and whether no query sees a later key."""
     weights, _ = run(model, np.resize(ids, 2))  # from one token it could not be told
     return weights.shape[0] * weights.shape[1], not np.triu(weights, 1).any()
 
 
 def slopes_of(model: PreTrainedModel, num_tokens: int) -> tuple[Float64, Float64 | None] | None:
-    """Find the slopes that a model applies to a text of so many tokens.
+    """Slopes [H] of scores as softmax sees them: to earlier and, if others, to later keys.
 
-    They are those of its scores as softmax sees them: of Falcon, divided by the square root of the head size.
-
-    Returns:
-        Towards earlier and towards later keys, [H] each, inf for a side that is hidden; the second is None where it is the first.
-        None: no linear biases, or more than slopes (a window, a bias of the first token, steps that the text decides).
+    A side that is hidden has inf. None: no linear biases, or more than slopes, such as a window.
     """
     position = getattr(model.base_model, "position", None)
     if isinstance(position, Biased):
-        found = position.fall(torch.zeros(1, 1, num_tokens, 1), num_tokens, AttendOptions())
-        if isinstance(position, LittleBird | Stepped) or "mask" in found:
+        fall = position.fall(torch.zeros(1, 1, num_tokens, 1), num_tokens, AttendOptions())
+        if isinstance(position, LittleBird | Stepped) or "mask" in fall:
             return None
-        left, right = found["slopes"], found.get("right_slopes", found["slopes"])
+        left, right = fall["slopes"], fall.get("right_slopes", fall["slopes"])
     else:
         fused = (getattr(module, "fused_bias", module) for module in model.modules())
         kept = (getattr(bias, "slopes", None) for bias in fused)
-        slopes = next((found for found in kept if isinstance(found, ModelSlopes)), None)
+        slopes = next((one for one in kept if isinstance(one, ModelSlopes)), None)
         if slopes is None:
             return None
         left = right = slopes.left(torch.zeros(1, 1, 1, 1), num_tokens)
@@ -111,24 +81,16 @@ def slopes_of(model: PreTrainedModel, num_tokens: int) -> tuple[Float64, Float64
 def weights_of_bias(
     left: Float64, right: Float64 | None, num_tokens: int, causal: bool
 ) -> Float64:
-    """The weights [H, T, T] of heads whose queries and keys say nothing, so that the bias alone decides."""
+    """The weights [H, T, T] of heads whose bias alone decides."""
     nothing = np.zeros((len(left), num_tokens, 1))
     right = None if causal else right
     return definition.attention_weights(nothing, nothing, left, causal=causal, right_slopes=right)
 
 
 def departure(weights: npt.NDArray[Any], alone: Float64) -> Float64:
-    """Measure how far heads depart from their bias.
+    """The share of weight that lies elsewhere than the bias alone would put it, [L, H].
 
-    The total variation distance of a query's weights from those that the bias alone would give: the share of weight
-    that lies elsewhere, 0 to 1. Its mean over the later half of the queries, which have many keys to choose from.
-
-    Args:
-        weights: [L, H, T, T], rows that sum to 1.
-        alone: [H, T, T], of the bias.
-
-    Returns:
-        [L, H].
+    Of weights [L, H, T, T], on average over the later half of queries, which have many keys.
     """
     rows = slice(weights.shape[-1] // 2, None)
     moved = np.abs(weights[..., rows, :] - alone[..., rows, :]).sum(-1) / 2
@@ -136,13 +98,9 @@ def departure(weights: npt.NDArray[Any], alone: Float64) -> Float64:
 
 
 def reach(weights: npt.NDArray[Any]) -> dict[str, list[list[float]]]:
-    """Measure how far each head looks, over the later half of the queries.
+    """Of each head, over the later half of the queries, the `mean` distance of its weight.
 
-    Args:
-        weights: [L, H, T, T], rows that sum to 1.
-
-    Returns:
-        `mean`, the mean distance of the weight, and `within`, the smallest distance that holds 90% of it: [L][H].
+    And the smallest distance `within` which 90% of it lies: [L][H] each.
     """
     T = weights.shape[-1]
     rows = np.arange(T // 2, T)
@@ -153,58 +111,49 @@ def reach(weights: npt.NDArray[Any]) -> dict[str, list[list[float]]]:
     ]
     by_distance = np.stack([total / total.sum() for total in totals])
     mean = by_distance @ np.arange(T)
-    within = (by_distance.cumsum(1) < SHARE).sum(1)
+    within = (by_distance.cumsum(1) < 0.9).sum(1)
     shape = weights.shape[:2]
     return {"mean": mean.reshape(shape).tolist(), "within": within.reshape(shape).tolist()}
 
 
 def pack(weights: Weights, causal: bool) -> str:
-    """Write matrices [L, H, T, T] as base64, row after row, each up to its diagonal where the model is causal."""
+    """Matrices [L, H, T, T] as base64, row after row, of causal ones up to the diagonal."""
     T = weights.shape[-1]
     kept = weights[..., *np.tril_indices(T)] if causal else weights
     return base64.b64encode(np.rint(kept * 65535).astype("<u2").tobytes()).decode()
 
 
-def forecast(logits: Tensor, ids: Ids) -> Forecast:
-    """Compare a text with what a model expected of it.
+def forecast(logits: Tensor, ids: Ids) -> tuple[Float64, Ids, Float64]:
+    """The bits [T - 1] that tokens cost, and the likeliest [T, guesses] after each of ids [T].
 
-    Args:
-        logits: [T, vocabulary], after each token.
-        ids: [T].
+    With the probabilities of those.
     """
     next_ids = torch.from_numpy(np.append(ids[1:], 0))
     bits, guesses, probabilities = [], [], []
     rows = max(1, _MAX_LOGITS // logits.shape[-1])
     for part, targets in zip(logits.split(rows), next_ids.split(rows), strict=True):
         log_p = part.double().log_softmax(-1)
-        best = log_p.topk(min(NUM_GUESSES, log_p.shape[-1]))
+        best = log_p.topk(min(_NUM_GUESSES, log_p.shape[-1]))
         bits.append(-log_p.gather(1, targets[:, None])[:, 0] / math.log(2))
         guesses.append(best.indices)
         probabilities.append(best.values.exp())
-    return Forecast(
-        torch.cat(bits)[:-1].numpy(), torch.cat(guesses).numpy(), torch.cat(probabilities).numpy()
-    )
+    best_ids, chances = torch.cat(guesses), torch.cat(probabilities)
+    return torch.cat(bits)[:-1].numpy(), best_ids.numpy(), chances.numpy()
 
 
 def losses(
     bits: Float64, sizes: Sequence[int], train_length: int | None
 ) -> dict[str, float | None]:
-    """Sum up what the tokens of a text cost, in bits per byte, or per token where every size is 1.
+    """Bits per byte: of all tokens, of those within the training length, and of those beyond.
 
-    Args:
-        bits: [T - 1], of the tokens after the first.
-        sizes: [T], how many bytes each token stands for.
-        train_length: How many tokens the model read at a time in training, if that is known.
-
-    Returns:
-        `all` of them; those `within` train_length tokens of context and those `beyond`; None for the loss of no token.
+    bits [T - 1] are of the tokens after the first, sizes [T] of all; None: there is no token.
     """
 
     def mean(part: slice) -> float | None:
         size = sum(sizes[1:][part])
         return float(bits[part].sum() / size) if size else None
 
-    if train_length is None:
-        return {"all": mean(slice(None)), "within": None, "beyond": None}
-    within, beyond = slice(train_length), slice(train_length, None)
-    return {"all": mean(slice(None)), "within": mean(within), "beyond": mean(beyond)}
+    within = beyond = None
+    if train_length is not None:
+        within, beyond = mean(slice(train_length)), mean(slice(train_length, None))
+    return {"all": mean(slice(None)), "within": within, "beyond": beyond}

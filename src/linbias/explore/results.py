@@ -1,8 +1,7 @@
 """What the page shows of `linbias extrapolate`: losses, findings and tables, ready for JSON.
 
-The run that the README shows travels with the package as results.json, written by
-evidence/runs/update_readme.py, so that the page needs neither PyTorch nor a run. Any other run is
-read from its folder.
+The README's run travels with the package as results.json, which evidence/runs/update_readme.py
+writes, so that the page needs neither PyTorch nor a run.
 """
 
 from __future__ import annotations
@@ -50,36 +49,26 @@ def _read_one(folder: Path) -> ExtrapolationResults:
     rule = "explore: results must be a folder that `linbias extrapolate` finished"
     path = folder / "results.json"
     if not path.is_file():
-        begun = (folder / "results.jsonl").is_file()
-        state = (
-            "begun and not finished: the same command continues it" if begun else "no results.json"
-        )
+        state = "no results.json"
+        if (folder / "results.jsonl").is_file():
+            state = "begun and not finished: the same command continues it"
         raise ValueError(f"{rule}, got {folder} ({state})")
     from linbias.lm.report.records import ExtrapolationResults
 
     try:
-        found = ExtrapolationResults.from_dict(json.loads(path.read_bytes()))
+        results = ExtrapolationResults.from_dict(json.loads(path.read_bytes()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{rule}, got {path}, which is damaged ({reason:.200})") from error
-    if not found.evaluations:
+    if not results.evaluations:
         raise ValueError(f"{rule}, got {path}, which holds no evaluation")
-    return found
+    return results
 
 
 def summary(results: ExtrapolationResults, name: str) -> dict[str, Any]:
-    """Boil a run down to what the page shows of it: lines, sentences, tables, and how it was made.
+    """What the page shows of a run: groups by training length, sentences, and how it was made.
 
-    Args:
-        results: Of the run.
-        name: What the page calls it.
-
-    Returns:
-        JSON values. `groups` has an entry for each training length, with its `lines`, one for each
-        method: the `lengths` of a line are its losses by test length in bits per byte (the mean
-        over seeds, and their range), its `positions` the losses by tokens of context; `limit` is
-        the test length after which its table of positions has no more rows, or None. The README's
-        run has neither the sentences nor the tables.
+    The README's run, which evidence/runs writes, has neither the sentences nor the tables.
     """
     from linbias.lm.report import findings
 

@@ -26,8 +26,8 @@ def static_part() -> str:
     ]
     parts = [
         "<h1>Attention with linear biases</h1>",
-        "<p>ALiBi adds a bias to the score of each key, &minus;slope &times; distance, in place of "
-        "positions. A model that was trained on short texts can then read longer ones.</p>",
+        "<p>ALiBi adds a bias to the score of each key, &minus;slope &times; distance, in place "
+        "of positions. A model that was trained on short texts can then read longer ones.</p>",
         "<p>Scripts are off here. With them, you could change the slopes and the words of this "
         "example, compare how methods of giving positions do at lengths beyond the trained one, "
         "and see which keys need not be read.</p>",

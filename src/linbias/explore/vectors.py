@@ -1,4 +1,4 @@
-"""q, k and v for any text: the chapter's where it gives them, else numbers made from the token itself."""
+"""q, k and v for any text: the chapter's where it gives them, else numbers made of the token."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,7 @@ from linbias.example import TOKENS, K, Q, V
 
 SIZE = 2  # of a head, as in the chapter
 _EXAMPLE: dict[str, dict[str, Sequence[float]]] = {
-    "q": dict(zip(TOKENS, Q, strict=True)),
-    "k": dict(zip(TOKENS, K, strict=True)),
-    "v": dict(zip(TOKENS, V, strict=True)),
+    role: dict(zip(TOKENS, rows, strict=True)) for role, rows in zip("qkv", (Q, K, V), strict=True)
 }
 
 
@@ -20,8 +18,9 @@ def vectors(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Give each token the vectors that the explorer's page gives it.
 
-    A token has the same vectors wherever it stands, since positions enter by the bias alone. In heads 0 and 1 the
-    chapter's five tokens have the chapter's; all others are one of -1/2, 0, 1/2, 1, 3/2 by a hash of the token.
+    A token has the same vectors wherever it stands, since positions enter by the bias alone. In
+    heads 0 and 1 the chapter's five tokens have the chapter's; all others are one of -1/2, 0, 1/2,
+    1, 3/2 by a hash of the token.
 
     Args:
         tokens: The text.
@@ -42,14 +41,12 @@ def vectors(
         raise ValueError(
             f"vectors: needs tokens and heads, got {len(tokens)} tokens and num_heads={num_heads}"
         )
-    q, k, v = (
-        np.array(
-            [[_vector(role, head, token) for token in tokens] for head in range(num_heads)],
-            np.float64,
-        )
-        for role in "qkv"
-    )
-    return q, k, v
+
+    def rows(role: str) -> npt.NDArray[np.float64]:
+        heads = range(num_heads)
+        return np.array([[_vector(role, h, token) for token in tokens] for h in heads], np.float64)
+
+    return rows("q"), rows("k"), rows("v")
 
 
 def _vector(role: str, head: int, token: str) -> Sequence[float]:
@@ -60,7 +57,7 @@ def _vector(role: str, head: int, token: str) -> Sequence[float]:
 
 
 def _hash(text: str) -> int:
-    """FNV-1a of the text in UTF-8, its bits mixed once more: the low ones alone are too regular."""
+    """FNV-1a of the text in UTF-8, its bits mixed once more: the low ones are too regular."""
     state = 0x811C9DC5
     for byte in text.encode(errors="replace"):
         state = (state ^ byte) * 0x01000193 % 2**32

@@ -3,9 +3,8 @@
 import { element } from "./dom.js";
 import { slopeStory, STORY_SLOPE, STORY_WORDS } from "./slope_story.js";
 
-// Puts them in the place of what `root` holds.
 export function startCard(root, example, style) {
   const story = slopeStory({ example, onInput() {} });
-  root.replaceChildren(element("style", {}, style), story.element);
+  root.replaceChildren(element("style", style), story.element);
   story.update({ words: STORY_WORDS, slope: STORY_SLOPE });
 }

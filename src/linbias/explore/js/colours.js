@@ -4,23 +4,23 @@ import { element } from "./dom.js";
 
 const READABLE = 0.179; // a ground of this luminance is as far from black as from white
 
-// The value of a colour variable such as "--accent" where `node` stands, as [red, green, blue]; black for a node that
-// was taken out of the page.
+// A colour variable where `node` stands as [red, green, blue]; black for one out of the page.
 function colour(node, name) {
   const probe = element("span", { style: { color: `var(${name})`, display: "none" } });
   node.append(probe);
-  const numbers = (getComputedStyle(probe).color.match(/[\d.]+/g) ?? [0, 0, 0]).slice(0, 3).map(Number);
+  const numbers = getComputedStyle(probe).color.match(/[\d.]+/g) ?? [0, 0, 0];
   probe.remove();
-  return numbers;
+  return numbers.slice(0, 3).map(Number);
 }
 
 // 256 steps from one colour variable to another, where `node` stands.
 export function ramp(node, from, to) {
   const [start, end] = [colour(node, from), colour(node, to)];
-  return Array.from({ length: 256 }, (_, i) => start.map((low, c) => Math.round(low + ((end[c] - low) * i) / 255)));
+  const mixed = (share) => start.map((low, c) => Math.round(low + (end[c] - low) * share));
+  return Array.from({ length: 256 }, (_, i) => mixed(i / 255));
 }
 
-// Paints cells, row by row, a pixel each: shadeOf(i) is [red, green, blue], or null for a cell that stays open.
+// Paints cells, row by row, a pixel each: shadeOf(i) is [red, green, blue], or null for none.
 export function paintCells(canvas, width, height, shadeOf) {
   if (canvas.width !== width) canvas.width = width;
   if (canvas.height !== height) canvas.height = height;
@@ -28,22 +28,21 @@ export function paintCells(canvas, width, height, shadeOf) {
   const image = context.createImageData(width, height);
   for (let i = 0; i < width * height; i += 1) {
     const shade = shadeOf(i);
-    if (shade === null) continue;
-    image.data.set(shade, 4 * i);
-    image.data[4 * i + 3] = 255;
+    if (shade !== null) image.data.set([...shade, 255], 4 * i);
   }
   context.putImageData(image, 0, 0);
 }
 
-// Weights as a small square picture in the steps of a ramp: the largest is darkest, and small ones can be told from none.
+// A small square picture: the largest weight is darkest, and small ones can be told from none.
 export function paintWeights(canvas, side, weights, steps) {
-  const most = weights.reduce((a, b) => Math.max(a, b), 0) || 1;
+  const most = largestOf(weights) || 1;
   paintCells(canvas, side, side, (i) => steps[Math.round(255 * Math.sqrt(weights[i] / most))]);
 }
 
-// Whether text on this ground should be light.
-export function wantsLightText([red, green, blue]) {
-  const [r, g, b] = [red, green, blue].map((value) => {
+export const largestOf = (weights) => weights.reduce((a, b) => Math.max(a, b), 0);
+
+export function wantsLightText(shade) {
+  const [r, g, b] = shade.map((value) => {
     const share = value / 255;
     return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
   });

@@ -3,47 +3,45 @@
 
 import { element, setText, uniqueId } from "./dom.js";
 
-// One of a few: options [{ value, label }], as radio buttons in one bar.
+// One of a few, as radio buttons in one bar; options [{ value, label }], or the values alone.
 export function choice({ label, options, value, onChange }) {
   const name = uniqueId("choice");
-  const inputs = options.map((option) =>
+  const items = options.map((option) => option.label ? option : { value: option, label: option });
+  const inputs = items.map((item) =>
     element("input", {
-      type: "radio", name, value: option.value, checked: option.value === value,
-      on: { change: () => onChange(option.value) },
+      type: "radio", name, value: item.value, checked: item.value === value,
+      on: { change: () => onChange(item.value) },
     }),
   );
-  const labels = options.map((option, i) =>
-    element("label", { class: "option" }, inputs[i], element("span", {}, option.label)),
-  );
   return {
-    element: element("fieldset", { class: "control choice" },
-      element("legend", { class: "label" }, label),
-      element("div", { class: "options" }, labels),
+    element: element("fieldset.control.choice",
+      element("legend.label", label),
+      element("div.options",
+        items.map((item, i) => element("label.option", inputs[i], element("span", item.label))),
+      ),
     ),
-    set(to) {
-      inputs.forEach((input, i) => (input.checked = options[i].value === to));
-    },
+    set: (to) => inputs.forEach((input, i) => (input.checked = items[i].value === to)),
   };
 }
 
-// A slider with a field for the exact number. `toValue` and `toPosition` translate between the two where the
-// slider's scale is not even; `parse` turns the field's text into a number, or throws an Error whose message
-// appears beside the control while the last good value stays.
+// A slider with a field for the exact number, which its own scale may translate; `parse` may throw
+// an Error, whose message appears beside it while the last good value stays.
 export function slider({
   label, min, max, step = 1, value, onInput, toText = String, toValue = (position) => position,
-  toPosition = (number) => number, parse = (text) => parseNumber(text, min, max), marks = [],
+  toPosition = (number) => number, parse, marks = [],
 }) {
-  const message = element("p", { class: "message", id: uniqueId("message"), role: "alert" });
+  const message = element("p.message", { id: uniqueId("message"), role: "alert" });
   const range = element("input", {
     type: "range", id: uniqueId("range"), min, max, step,
     on: { input: () => take(toValue(Number(range.value)), range) },
   });
-  const field = element("input", {
-    type: "text", class: "number", inputmode: "decimal", autocomplete: "off", spellcheck: "false",
+  const field = element("input.number", {
+    type: "text", inputmode: "decimal", autocomplete: "off", spellcheck: "false",
     "aria-label": `${label}, exact`, "aria-describedby": message.id,
-    on: { input: () => read(), blur: () => field.ariaInvalid === "true" || show(current) },
+    on: { input: read, blur: () => field.ariaInvalid === "true" || show(current) },
   });
-  const name = element("label", { class: "label", for: range.id }, label);
+  const name = element("label.label", { for: range.id }, label);
+  const shareOf = (mark) => (toPosition(mark.value) - min) / (max - min);
   let current = value;
 
   function read() {
@@ -72,17 +70,16 @@ export function slider({
 
   show(value);
   return {
-    element: element("div", { class: "control slider" },
+    element: element("div.control.slider",
       name,
       field,
-      element("div", { class: "track" },
+      element("div.track",
         range,
         marks.length > 0 &&
-          element("div", { class: "marks", "aria-hidden": "true" },
-            marks.map((mark) => {
-              const share = (toPosition(mark.value) - min) / (max - min);
-              return element("span", { style: { "--share": share } }, mark.label);
-            }),
+          element("div.marks", { "aria-hidden": true },
+            marks.map((mark) =>
+              element("span", { style: { "--share": shareOf(mark) } }, mark.label),
+            ),
           ),
       ),
       message,
@@ -119,35 +116,29 @@ export function parseWhole(text, min, max) {
   return number;
 }
 
-// A button that copies a text. Where the clipboard is refused, the text appears, selected, to be copied by hand.
-
-const CONFIRMED_MS = 2000;
-
-// copyButton({ label, says, text() }) -> element; `says` is what the button shows, and is spoken, once it is done.
-export function copyButton({ label, says, text }) {
-  const name = element("span", {}, label);
-  const status = element("span", { class: "unseen", role: "status" });
-  const byHand = element("textarea", {
-    class: "by-hand", hidden: true, readonly: true, rows: 2, "aria-label": "To copy by hand",
+// Where the clipboard is refused, the text appears, selected, to be copied by hand.
+export function copyButton(what, text) {
+  const label = `Copy ${what}`;
+  const name = element("span", label);
+  const status = element("span.unseen", { role: "status" });
+  const byHand = element("textarea.by-hand", {
+    hidden: true, readonly: true, rows: 2, "aria-label": "To copy by hand",
     on: { blur: () => (byHand.hidden = true) },
   });
   let timer = 0;
 
-  function show(words) {
+  function show(words, spoken = words) {
     setText(name, words);
-    setText(status, words);
+    setText(status, spoken);
     clearTimeout(timer);
-    timer = setTimeout(() => {
-      setText(name, label);
-      setText(status, "");
-    }, CONFIRMED_MS);
+    if (spoken) timer = setTimeout(() => show(label, ""), 2000);
   }
 
   async function copy() {
     const copied = text();
     try {
       await navigator.clipboard.writeText(copied);
-      show(says);
+      show(`${what[0].toUpperCase()}${what.slice(1)} copied`);
     } catch {
       byHand.value = copied;
       byHand.hidden = false;
@@ -157,5 +148,54 @@ export function copyButton({ label, says, text }) {
     }
   }
 
-  return element("div", { class: "copy" }, element("button", { type: "button", on: { click: copy } }, name), status, byHand);
+  return element("div.copy", element("button", { on: { click: copy } }, name), status, byHand);
+}
+
+const LONGEST_TOKEN = 32;
+
+// What stands between spaces is a token; the note says what had to be cut.
+export function readTokens(text, example) {
+  const words = text.split(/\s+/u).filter(Boolean);
+  if (words.length === 0) throw new Error("Needs at least one token.");
+  const short = (word) => [...word].slice(0, LONGEST_TOKEN).join("");
+  const tokens = words.slice(0, example.max_tokens).map(short);
+  const isCut = words.length > tokens.length;
+  const notes = [
+    isCut && `Cut to the first ${tokens.length} of ${words.length} tokens.`,
+    tokens.some((token, i) => token !== words[i]) &&
+      `Tokens longer than ${LONGEST_TOKEN} characters are cut.`,
+  ];
+  return { tokens, note: notes.filter(Boolean).join(" ") };
+}
+
+export function tokensOrNull(text, example) {
+  try {
+    return readTokens(text, example).tokens;
+  } catch {
+    return null; // no words
+  }
+}
+
+// A field that tells the tokens of what is typed, or says what is wrong with it.
+export function textField({ id, label, example, onTokens }) {
+  const message = element("p.message", { role: "alert", id: uniqueId("message") });
+  const field = element("textarea", {
+    id: uniqueId(id), rows: 2, dir: "auto", spellcheck: "false", autocomplete: "off",
+    "aria-describedby": message.id, on: { input: read },
+  });
+
+  function read() {
+    try {
+      const { tokens, note: cut } = readTokens(field.value, example);
+      field.ariaInvalid = null;
+      setText(message, cut);
+      onTokens(tokens);
+    } catch (error) {
+      field.ariaInvalid = "true";
+      setText(message, error.message);
+    }
+  }
+
+  const name = element("label.label", { for: field.id }, label);
+  return { field, element: element("div.control", name, field, message) };
 }

@@ -1,15 +1,22 @@
-// What the colours of a matrix mean: grey below zero, the accent above. Values run evenly from end to end; where some lie
-// below the lowest colour, the legend says so.
+// A matrix as colours, one pixel per cell on a canvas that the browser enlarges, so that 64 x 64
+// cost less than a millisecond. A screen reader meets a grid of rows: each says its largest
+// number, the cell under the cursor is announced, and small matrices have numbers in cells.
 
 import { onThemeChange, paintCells, ramp, wantsLightText } from "./colours.js";
-import { announcer, element, setAll, setText } from "./dom.js";
+import { announcer, element, rove, setAll, setText } from "./dom.js";
 
+export const MOST_NUMBERS = 10; // columns whose cells hold numbers
+const MOST_LABELS = 24; // names that stand beside each other
+const LEAST_WIDTH = 40; // pixels of a cell below which a number would be too small to read
+
+// Grey below zero, the accent above; where values lie below the lowest colour, it says so.
 function scaleLegend() {
-  const [low, middle, high] = [element("span"), element("span"), element("span")];
-  const negative = element("i", { class: "negative" });
-  const positive = element("i", { class: "positive" });
+  const [low, middle, high] = ["span", "span", "span"].map((kind) => element(kind));
+  const [negative, positive] = [element("i.negative"), element("i.positive")];
   return {
-    element: element("span", { class: "legend", "aria-hidden": "true" }, low, negative, middle, positive, high),
+    element: element("span.legend", { "aria-hidden": true },
+      low, negative, middle, positive, high,
+    ),
     update({ low: least, high: most, power, text, values, hidden }) {
       const beyond = values.some((value, i) => value < least && !hidden?.[i]);
       setText(low, least < 0 ? `${beyond ? "\u2264 " : ""}${text(least)}` : "0");
@@ -17,37 +24,25 @@ function scaleLegend() {
       setText(middle, least < 0 && most > 0 ? "0" : "");
       negative.hidden = middle.hidden = least === 0;
       positive.hidden = most === 0 && least < 0;
-      const stops = [0, 0.25, 0.5, 0.75, 1].map(
-        (share) => `color-mix(in srgb, var(--accent) ${100 * share}%, var(--surface)) ${100 * share ** (1 / power)}%`,
-      );
+      const mixed = (share) => `color-mix(in srgb, var(--accent) ${100 * share}%, var(--surface))`;
+      const stops = [0, 0.25, 0.5, 0.75, 1].map((x) => `${mixed(x)} ${100 * x ** (1 / power)}%`);
       positive.style.backgroundImage = `linear-gradient(to right, ${stops.join(", ")})`;
     },
   };
 }
 
-// A matrix as colours: rows to click and to walk with the arrow keys, numbers in the cells where they fit.
-//
-// The colours are one pixel per cell on a canvas that the browser enlarges, so that 64 x 64 cells cost less than a
-// millisecond. What a screen reader meets is a grid of rows: each says its largest number, the cell under the cursor
-// is announced, and small matrices have their numbers in cells.
-
-export const MOST_NUMBERS = 10; // columns whose cells hold numbers
-const MOST_LABELS = 24; // names that stand beside each other
-const LEAST_WIDTH = 40; // pixels of a cell below which a number would be too small to read
-
-// heatmap({ onSelect(row), onPoint(row, at) }) -> { element, update({ label, rows, columns, values, text, ... selected }), point }
-// values: [rows * columns]; text(value) -> as printed in a cell, exact(value) -> elsewhere; low <= 0 <= high: the colours'
-// range; power: below 1 it spreads small values over more colours; hidden: [rows * columns] or null, cells that take no part.
-// point(row, at) puts the cursor on a cell; whoever gives onPoint does that for all pictures that belong together.
+// heatmap({ onSelect(row), onPoint(row, at) }) -> { element, update(shown), point(row, at) } with
+// { label, rows, columns, values, hidden, text, exact, low, high, power, selected }. Cells that
+// are hidden take no part; a power below 1 spreads small values over more colours.
 export function heatmap({ onSelect, onPoint = null }) {
-  const canvas = element("canvas", { "aria-hidden": "true" });
-  const cursor = element("div", { class: "heat-cursor", hidden: true, "aria-hidden": "true" });
-  const columnHeads = element("div", { class: "heat-columns", role: "row" });
-  const rowBox = element("div", { class: "heat-rows", role: "rowgroup" });
-  const area = element("div", { class: "heat-area" }, canvas, rowBox, cursor);
-  const grid = element("div", { class: "heat-grid", role: "grid" }, columnHeads, area);
+  const canvas = element("canvas", { "aria-hidden": true });
+  const cursor = element("div.heat-cursor", { hidden: true, "aria-hidden": true });
+  const columnHeads = element("div.heat-columns", { role: "row" });
+  const rowBox = element("div.heat-rows", { role: "rowgroup" });
+  const area = element("div.heat-area", canvas, rowBox, cursor);
+  const grid = element("div.heat-grid", { role: "grid" }, columnHeads, area);
   const spoken = announcer();
-  const readout = element("span", { class: "readout", "aria-hidden": "true" });
+  const readout = element("span.readout", { "aria-hidden": true });
   const legend = scaleLegend();
   const pointAt = onPoint ?? point;
   let shown = null;
@@ -57,16 +52,18 @@ export function heatmap({ onSelect, onPoint = null }) {
 
   function build({ rows, columns }) {
     const withCells = columns.length <= MOST_NUMBERS;
-    setAll(grid, { style: { "--rows": rows.length, "--columns": columns.length } });
+    setAll(grid, {
+      style: { "--rows": rows.length, "--columns": columns.length },
+      "aria-rowcount": rows.length + 1, "aria-colcount": columns.length + 1,
+    });
     grid.classList.toggle("dense", !withCells);
-    grid.ariaRowCount = rows.length + 1;
-    grid.ariaColCount = columns.length + 1;
-    columnHeads.replaceChildren(...columns.map((name, s) => heading("columnheader", name, s, columns.length)));
+    const heads = columns.map((name, s) => heading("columnheader", name, s, columns.length));
+    columnHeads.replaceChildren(...heads);
     rowBox.replaceChildren(
       ...rows.map((name, t) =>
-        element("div", { class: "heat-row", role: "row" },
+        element("div.heat-row", { role: "row" },
           heading("rowheader", name, t, rows.length),
-          withCells ? columns.map(() => element("div", { role: "gridcell", class: "heat-cell" })) : [],
+          withCells && columns.map(() => element("div.heat-cell", { role: "gridcell" })),
         ),
       ),
     );
@@ -77,8 +74,8 @@ export function heatmap({ onSelect, onPoint = null }) {
   }
 
   function heading(role, name, i, count) {
-    const skipped = i % Math.ceil(count / MOST_LABELS) === 0 ? "" : "skipped";
-    return element("div", { class: `heat-name ${skipped}`, role, title: name }, element("bdi", {}, name));
+    const skipped = i % Math.ceil(count / MOST_LABELS) === 0 ? "" : ".skipped";
+    return element(`div.heat-name${skipped}`, { role, title: name }, element("bdi", name));
   }
 
   function measure() {
@@ -89,7 +86,8 @@ export function heatmap({ onSelect, onPoint = null }) {
     const { rows, columns, values, hidden } = shown;
     ramps ??= ["--accent", "--negative"].map((name) => ramp(grid, "--surface", name));
     // Where a cell is hidden, the hatching behind it shows.
-    paintCells(canvas, columns.length, rows.length, (i) => (hidden?.[i] ? null : shade(values[i])));
+    const shadeOf = (i) => (hidden?.[i] ? null : shade(values[i]));
+    paintCells(canvas, columns.length, rows.length, shadeOf);
     if (columns.length <= MOST_NUMBERS) writeNumbers();
   }
 
@@ -103,7 +101,8 @@ export function heatmap({ onSelect, onPoint = null }) {
   function writeNumbers() {
     const { columns, values, text, hidden } = shown;
     values.forEach((value, i) => {
-      const cell = rowBox.children[Math.floor(i / columns.length)].children[1 + (i % columns.length)];
+      const row = rowBox.children[Math.floor(i / columns.length)];
+      const cell = row.children[1 + (i % columns.length)];
       setText(cell, text(value));
       const ground = wantsLightText(shade(value)) ? "on-dark" : "on-light";
       cell.className = `heat-cell ${hidden?.[i] ? "hidden-key" : ground}`;
@@ -112,32 +111,31 @@ export function heatmap({ onSelect, onPoint = null }) {
 
   function markRows() {
     const { rows, columns, values, text, exact = text, selected } = shown;
-    [...rowBox.children].forEach((row, t) => {
-      const start = t * columns.length;
-      let best = 0;
-      for (let s = 1; s < columns.length; s += 1) if (values[start + s] > values[start + best]) best = s;
-      row.ariaSelected = String(t === selected);
-      row.tabIndex = t === selected ? 0 : -1;
-      row.ariaLabel = `${rows[t]}: largest ${exact(values[start + best])} at ${columns[best]}`;
+    rove([...rowBox.children], selected, "aria-selected");
+    rows.forEach((name, t) => {
+      const row = values.slice(t * columns.length, (t + 1) * columns.length);
+      const best = row.reduce((most, value, s) => (value > row[most] ? s : most), 0);
+      rowBox.children[t].ariaLabel = `${name}: largest ${exact(row[best])} at ${columns[best]}`;
     });
   }
 
-  // Puts the cursor on a cell, or takes it away, and gives the cell in words.
+  // Puts the cursor on a cell, or takes it away (at < 0), and gives the cell in words.
   function point(row, at) {
     const { rows, columns, values, text, exact = text } = shown;
     cursor.hidden = at < 0;
-    [...rowBox.children].forEach((line, t) => line.classList.toggle("pointed", at >= 0 && t === row));
+    for (const line of rowBox.children) line.classList.remove("pointed");
+    if (at >= 0) rowBox.children[row].classList.add("pointed");
+    setAll(cursor, { style: { "--row": row, "--at": at } });
     const number = at < 0 ? "" : exact(values[row * columns.length + at]);
     setText(readout, at < 0 ? "" : `${rows[row]} \u2192 ${columns[at]}  ${number}`);
-    setAll(cursor, { style: { "--row": row, "--at": at } });
     return at < 0 ? rows[row] : `${rows[row]} to ${columns[at]}: ${number}`;
   }
 
-  function cellAt(event) {
-    const box = canvas.getBoundingClientRect();
-    const row = Math.floor(((event.clientY - box.top) / box.height) * canvas.height);
-    const at = Math.floor(((event.clientX - box.left) / box.width) * canvas.width);
-    return { row: Math.min(Math.max(row, 0), canvas.height - 1), at: Math.min(at, canvas.width - 1) };
+  function cellAt({ clientX, clientY }) {
+    const { left, top, width, height } = canvas.getBoundingClientRect();
+    const row = Math.floor(((clientY - top) / height) * canvas.height);
+    const at = Math.floor(((clientX - left) / width) * canvas.width);
+    return [Math.min(Math.max(row, 0), canvas.height - 1), Math.min(at, canvas.width - 1)];
   }
 
   function select(row) {
@@ -145,24 +143,25 @@ export function heatmap({ onSelect, onPoint = null }) {
     rowBox.children[row].focus({ preventScroll: true });
   }
 
-  area.addEventListener("click", (event) => select(cellAt(event).row));
-  area.addEventListener("pointermove", (event) => {
-    const { row, at } = cellAt(event);
-    pointAt(row, at);
-  });
-  area.addEventListener("pointerleave", () => pointAt(shown.selected, -1));
-  area.addEventListener("focusout", () => pointAt(shown.selected, -1));
-  grid.addEventListener("keydown", (event) => {
+  function walk(event) {
     const { rows, columns, selected } = shown;
-    const down = { ArrowDown: 1, ArrowUp: -1, Home: -rows.length, End: rows.length }[event.key];
+    const last = rows.length - 1;
+    const down = { ArrowDown: 1, ArrowUp: -1, Home: -last, End: last }[event.key];
     const along = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (down === undefined && along === undefined) return;
     event.preventDefault();
-    if (down !== undefined) select(Math.min(Math.max(selected + down, 0), rows.length - 1));
-    else column = Math.min(Math.max(column + along, -1), columns.length - 1);
+    if (down) select(Math.min(Math.max(selected + down, 0), last));
+    if (along) column = Math.min(Math.max(column + along, -1), columns.length - 1);
     pointAt(shown.selected, column);
-    if (along !== undefined) spoken.say(point(shown.selected, column));
-  });
+    if (along) spoken.say(point(shown.selected, column));
+  }
+
+  const leave = () => pointAt(shown.selected, -1);
+  area.addEventListener("click", (event) => select(cellAt(event)[0]));
+  area.addEventListener("pointermove", (event) => pointAt(...cellAt(event)));
+  area.addEventListener("pointerleave", leave);
+  area.addEventListener("focusout", leave);
+  grid.addEventListener("keydown", walk);
   onThemeChange(() => {
     ramps = null;
     if (shown) paint();
@@ -171,10 +170,8 @@ export function heatmap({ onSelect, onPoint = null }) {
 
   return {
     point,
-    element: element("div", { class: "heatmap" },
-      grid,
-      element("p", { class: "under" }, legend.element, readout),
-      spoken.element,
+    element: element("div.heatmap",
+      grid, element("p.under", legend.element, readout), spoken.element,
     ),
     update(next) {
       const before = shown;
@@ -184,7 +181,7 @@ export function heatmap({ onSelect, onPoint = null }) {
       if (rebuilt) build(next);
       names = wanted;
       grid.ariaLabel = next.label;
-      const differs = (...names) => rebuilt || names.some((name) => before[name] !== next[name]);
+      const differs = (...parts) => rebuilt || parts.some((part) => before[part] !== next[part]);
       if (differs("values", "hidden", "low", "high", "power")) paint();
       if (differs("values", "selected")) markRows();
       legend.update(next);

@@ -1,26 +1,23 @@
-// The tables below the picture: each in a part that can be folded, and filled only while it is open.
+// The tables of the view "How": a query's row, and others in parts that fill while they are open.
 
 import { mean } from "./attention.js";
 import { element, note, setText } from "./dom.js";
 import { openSides } from "./how_state.js";
-import { general, printed } from "./numbers.js";
-import { slopeFraction } from "./scales.js";
+import { general, printed, slopeFraction } from "./numbers.js";
 import { dataTable } from "./table.js";
 
-// howTables(example, view) -> { elements, update() } with view() -> { state, heads, slopes }.
 export function howTables(example, view) {
   const parts = [
     slopePart(example),
-    tablePart("Outputs", outputTable()),
-    tablePart("Weights as a table", headTable()),
-    tablePart("Mean of all heads", meanTable()),
-    tablePart("Inputs", ...["q", "k", "v"].map(inputTable)),
+    tablePart("Outputs", tokenTable("All heads side by side, a row for each query", outputs)),
+    tablePart("Weights as a table", tokenTable("Weights", weightsOfHead)),
+    tablePart("Mean of all heads", tokenTable(MEAN_CAPTION, meanWeights)),
+    tablePart("Inputs", ...["q", "k", "v"].map((role) => tokenTable(role, inputs(role), "token"))),
     pythonPart(),
   ];
   const folds = parts.map(({ title, body }) =>
-    element("details", { class: "fold", on: { toggle: update } },
-      element("summary", {}, element("h3", {}, title)),
-      body,
+    element("details.fold", { on: { toggle: update } },
+      element("summary", element("h3", title)), body,
     ),
   );
 
@@ -33,45 +30,45 @@ export function howTables(example, view) {
 }
 
 function slopePart({ characters }) {
-  const table = dataTable({ caption: "The bias of a key at distance 10, and how far a weight reaches", corner: "head" });
-  const rule = characters
-    .map(([least, name], i) => (i === characters.length - 1 ? `${name} less` : `${name} at least ${least}`))
-    .join(", ");
+  const caption = "The bias of a key at distance 10, and how far a weight reaches";
+  const columns = ["slope", "fraction", "bias at distance 10", "character", "weight halves every"];
+  const table = dataTable({ caption, corner: "head" });
+  const last = characters.length - 1;
+  const bound = ([least, name], i) => `${name} ${i === last ? "less" : `at least ${least}`}`;
+  const bounds = characters.map(bound).join(", ");
+  const rule = `Characters by what a key at distance 10 loses: ${bounds}`;
+
+  function cellsOf(slope) {
+    if (slope === 0) return ["0", "", "0", "Global", "never"];
+    const character = characters.find(([least]) => 10 * slope >= least)[1];
+    const half = `${Number((Math.LN2 / slope).toPrecision(3))} tokens`;
+    return [general(slope), powerText(slope), `\u2212${general(10 * slope)}`, character, half];
+  }
+
   return {
     title: "Slopes",
-    body: element("div", {},
-      table.element,
-      note(`Characters by what a key at distance 10 loses: ${rule}; without a slope, Global.`),
-    ),
+    body: element("div", table.element, note(`${rule}; without a slope, Global.`)),
     fill({ state, heads, slopes }) {
+      const oneSided = state.variant === "symmetric" || state.variant === "causal";
       const rows = heads.flatMap((_, h) =>
         openSides(state, slopes, h).map(({ side, slope }) => ({
-          head: side === "both" || state.variant === "causal" ? String(h) : `${h} ${side}`,
-          cells: [
-            general(slope),
-            powerText(slope),
-            slope === 0 ? "0" : `\u2212${general(10 * slope)}`,
-            slope === 0 ? "Global" : characters.find(([least]) => 10 * slope >= least)[1],
-            slope === 0 ? "never" : `${Number((Math.LN2 / slope).toPrecision(3))} tokens`,
-          ],
+          head: oneSided ? String(h) : `${h} ${side}`, cells: cellsOf(slope),
         })),
       );
-      const columns = ["slope", "fraction", "bias at distance 10", "character", "weight halves every"];
-      const numSides = rows.length / heads.length;
-      table.update(columns, rows, numSides !== 1 ? -1 : state.head);
+      table.update(columns, rows, rows.length === heads.length ? state.head : -1);
     },
   };
 }
 
 // 1/256 for 2^-8, 2^-0.5 for what is no whole power.
 function powerText(slope) {
-  if (slope === 0) return "";
   const power = Math.log2(slope);
-  if (Number.isInteger(power) && power <= 0 && power >= -16) return power === 0 ? "1" : `1/${2 ** -power}`;
+  if (power === 0) return "1";
+  if (Number.isInteger(power) && -16 <= power && power < 0) return `1/${2 ** -power}`;
   return Number.isInteger(2 * power) ? `2^${power}` : "";
 }
 
-// A table with a row for each token: `of(view)` gives its columns, the texts of a row, and a caption that changes.
+// A row for each token: `of(view)` gives columns, texts of a row, and a caption that changes.
 function tokenTable(caption, of, corner = "query") {
   const table = dataTable({ caption, corner });
   return {
@@ -80,118 +77,113 @@ function tokenTable(caption, of, corner = "query") {
       const { tokens, row } = view.state;
       const { columns, rowOf, caption: words } = of(view);
       if (words) table.setCaption(words);
-      table.update(columns, tokens.map((token, t) => ({ head: token, cells: rowOf(t) })), row);
+      table.update(columns, tokens.map((head, t) => ({ head, cells: rowOf(t) })), row);
     },
   };
 }
 
-const rowTexts = (values, t, width) => Array.from(values.slice(t * width, (t + 1) * width), (value) => printed(value));
+const tablePart = (title, ...tables) => ({
+  title,
+  body: element("div.traces", tables.map((table) => table.element)),
+  fill: (view) => tables.forEach((table) => table.fill(view)),
+});
 
-function tablePart(title, ...tables) {
-  return {
-    title,
-    body: element("div", { class: "traces" }, tables.map((table) => table.element)),
-    fill: (view) => tables.forEach((table) => table.fill(view)),
-  };
+const rowTexts = (values, t, width) =>
+  Array.from(values.slice(t * width, (t + 1) * width), (value) => printed(value));
+
+function outputs({ heads }) {
+  const rowOf = (t) => heads.flatMap(({ with: { E, output } }) => rowTexts(output, t, E));
+  return { columns: rowOf(0).map((_, i) => `dim\u2011${i}`), rowOf };
 }
 
-const outputTable = () =>
-  tokenTable("All heads side by side, a row for each query", ({ heads }) => ({
-    columns: heads.flatMap((head) => Array.from({ length: head.with.E })).map((_, i) => `dim\u2011${i}`),
-    rowOf: (t) => heads.flatMap(({ with: { E, output } }) => rowTexts(output, t, E)),
-  }));
+const weightsTable = ({ state: { tokens } }, weights) => ({
+  columns: tokens, rowOf: (t) => rowTexts(weights, t, tokens.length),
+});
 
-const weightsTable = (caption, of) =>
-  tokenTable(caption, (view) => {
-    const { tokens } = view.state;
-    const { weights, caption: words } = of(view);
-    return { columns: tokens, rowOf: (t) => rowTexts(weights, t, tokens.length), caption: words };
-  });
+const weightsOfHead = (view) => ({
+  ...weightsTable(view, view.heads[view.state.head].with.weights),
+  caption: `Weights of head ${view.state.head}`,
+});
 
-const headTable = () =>
-  weightsTable("Weights", ({ state, heads }) => ({
-    caption: `Weights of head ${state.head}`, weights: heads[state.head].with.weights,
-  }));
+const MEAN_CAPTION =
+  "Only to look at: a layer does not average its heads, it puts their outputs side by side";
 
-const meanTable = () =>
-  weightsTable("Only to look at: a layer does not average its heads, it puts their outputs side by side", ({ heads }) => ({
-    weights: mean(heads.map((head) => head.with.weights)),
-  }));
+const meanWeights = (view) =>
+  weightsTable(view, mean(view.heads.map((head) => head.with.weights)));
 
-const inputTable = (role) =>
-  tokenTable(role, ({ heads }) => ({
-    columns: heads.flatMap((head, h) => head[role][0].map((_, i) => `head ${h}, ${i}`)),
-    rowOf: (t) => heads.flatMap((head) => head[role][t].map((x) => general(x).replace("-", "\u2212"))),
-  }), "token");
+const inputs = (role) => ({ heads }) => ({
+  columns: heads.flatMap((head, h) => head[role][0].map((_, i) => `head ${h}, ${i}`)),
+  rowOf: (t) => heads.flatMap((head) => head[role][t].map(signedGeneral)),
+});
+
+export const signedGeneral = (x) => general(x).replace("-", "\u2212");
 
 function pythonPart() {
   const code = element("code");
   return {
     title: "In Python",
-    body: element("pre", { class: "scroll", tabindex: "0", "aria-label": "Python code" }, code),
+    body: element("pre.scroll", { tabindex: 0, "aria-label": "Python code" }, code),
     fill: (view) => setText(code, pythonOf(view)),
   };
 }
 
 // The same numbers in Python.
 export function pythonOf({ state, slopes }) {
-  const list = (values) => `[${values.map((value) => (value === Infinity ? "np.inf" : String(value))).join(", ")}]`;
-  const infinite = [...slopes.left, ...slopes.right].includes(Infinity) && state.variant !== "causal";
-  const both = `, causal=False, right_slopes=${list(slopes.right)}`;
-  const right = { causal: "", symmetric: ", causal=False" }[state.variant] ?? both;
-  return [
-    ...(infinite ? ["import numpy as np"] : []),
-    "from linbias import explain, explore",
-    "",
-    `tokens = ${JSON.stringify(state.tokens)}`,
-    `q, k, v = explore.vectors(tokens, num_heads=${state.numHeads})`,
-    `trace = explain(q, k, v, ${list(slopes.left)}${right})`,
-    `print(trace.table(query=${state.row}, head=${state.head}, tokens=tokens))`,
-  ].join("\n");
+  const list = (values) => `[${values.join(", ").replaceAll("Infinity", "np.inf")}]`;
+  const [left, right] = [slopes.left, slopes.right].map(list);
+  const both = { causal: "", symmetric: ", causal=False" };
+  const sides = both[state.variant] ?? `, causal=False, right_slopes=${right}`;
+  const explained = `explain(q, k, v, ${left}${sides})`;
+  return `${explained.includes("np.inf") ? "import numpy as np\n" : ""}\
+from linbias import explain, explore
+
+tokens = ${JSON.stringify(state.tokens)}
+q, k, v = explore.vectors(tokens, num_heads=${state.numHeads})
+trace = ${explained}
+print(trace.table(query=${state.row}, head=${state.head}, tokens=tokens))`;
 }
 
-// One query's row, key by key: its scores, the bias, their sum, and the weights as numbers and bars. The thin bar is the
-// weight that the key would have without a bias.
+// One query's row, key by key: its scores, the bias, their sum, and the weights as numbers and
+// bars. The thin bar is the weight that the key would have without a bias.
 
 const ROW_COLUMNS = [
-  { head: "q \u00b7 k", name: "raw", class: "more" },
-  { head: "scaled", name: "scaled" },
-  { head: "+ bias", name: "bias" },
-  { head: "= scores", name: "scores", class: "more" },
-  { head: "weights", name: "weights" },
-  { head: "without bias", name: "without", class: "more soft" },
+  { head: "q \u00b7 k", name: "raw", kind: ".more" },
+  { head: "scaled", name: "scaled", kind: "" },
+  { head: "+ bias", name: "bias", kind: "" },
+  { head: "= scores", name: "scores", kind: ".more" },
+  { head: "weights", name: "weights", kind: "" },
+  { head: "without bias", name: "without", kind: ".more.soft" },
 ];
 const asWidth = (share) => `${(100 * share).toFixed(1)}%`;
 
-// rowTable() -> { element, update({ caption, tokens, hidden, raw, scaled, bias, scores, weights, without }) }, arrays over keys.
+// rowTable() -> { element, update({ caption, tokens, hidden, raw, scaled, bias, scores, weights,
+// without }) }, arrays over keys.
 export function rowTable() {
   const body = element("tbody");
-  const caption = element("caption", { class: "unseen" });
-  const heads = ROW_COLUMNS.map(({ head, class: kind }) => element("th", { scope: "col", class: kind }, head));
-  const table = element("table", { class: "row-table" },
-    caption,
-    element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "key"), heads, element("td"))),
-    body,
-  );
+  const caption = element("caption.unseen");
+  const heading = ({ head, kind }) => element(`th${kind}`, { scope: "col" }, head);
+  const headings = [{ head: "key", kind: "" }, ...ROW_COLUMNS].map(heading);
+  const heads = element("tr", headings, element("td"));
+  const region = { tabindex: 0, role: "region", "aria-label": "The chosen query\u2019s row" };
   let shape = "";
 
   function build(tokens) {
     body.replaceChildren(
       ...tokens.map((token, s) =>
-        element("tr", {},
-          element("th", { scope: "row", title: token }, element("i", {}, String(s)), element("bdi", {}, token)),
-          ROW_COLUMNS.map(({ class: kind }) => element("td", { class: kind })),
-          element("td", { class: "track", "aria-hidden": "true" }),
+        element("tr",
+          element("th", { scope: "row", title: token },
+            element("i", String(s)), element("bdi", token),
+          ),
+          ROW_COLUMNS.map(({ kind }) => element(`td${kind}`)),
+          element("td.track", { "aria-hidden": true }),
         ),
       ),
     );
   }
 
   return {
-    element: element(
-      "div",
-      { class: "scroll row-box", tabindex: "0", role: "region", "aria-label": "The chosen query\u2019s row" },
-      table,
+    element: element("div.scroll.row-box", region,
+      element("table.row-table", caption, element("thead", heads), body),
     ),
     update({ caption: words, tokens, hidden, ...values }) {
       const wanted = JSON.stringify(tokens);
@@ -200,11 +192,13 @@ export function rowTable() {
       setText(caption, words);
       const { weights, without } = values;
       const largest = Math.max(...weights, ...without);
-      tokens.forEach((_, s) => {
-        const row = body.children[s];
+      [...body.children].forEach((row, s) => {
+        const [thick, thin] = [weights, without].map((of) => asWidth(of[s] / largest));
         row.classList.toggle("unread", hidden[s]);
-        ROW_COLUMNS.forEach(({ name }, i) => setText(row.children[i + 1], printed(values[name][s])));
-        row.lastChild.style.backgroundSize = `${asWidth(weights[s] / largest)} 0.7rem, ${asWidth(without[s] / largest)} 2px`;
+        ROW_COLUMNS.forEach(({ name }, i) =>
+          setText(row.children[i + 1], printed(values[name][s])),
+        );
+        row.lastChild.style.backgroundSize = `${thick} 0.7rem, ${thin} 2px`;
       });
     },
   };

@@ -1,16 +1,12 @@
-// Methods compared: loss by test length and by position, as `linbias extrapolate` measured them, and of a run of one's own
-// what Python says of it.
+// Methods compared as `linbias extrapolate` measured them, and what Python says of a run.
 
 import { lineChart } from "./chart.js";
 import { choice } from "./controls.js";
 import { element, note, section } from "./dom.js";
-import { signedPercent } from "./length_story.js";
-import { grouped } from "./scales.js";
+import { grouped, signedPercent } from "./numbers.js";
 import { dataTable } from "./table.js";
 
-export function mountLengths(root, data) {
-  const { methods } = data;
-  const { runs } = data.results;
+export function mountLengths(root, { methods, results: { runs } }) {
   let run = runs[0];
   let group = run.groups[0];
   let read = "lengths";
@@ -18,186 +14,202 @@ export function mountLengths(root, data) {
   const byLength = lineChart({ switchedOff, onSwitch: draw });
   const byPosition = lineChart({ switchedOff, onSwitch: draw });
   const table = dataTable({ caption: "Bits per byte", corner: "method" });
-  const lede = element("p", { class: "lede" });
-  const facts = element("dl", { class: "facts" });
-  const said = element("div", { class: "said" });
-  const measured = element("div", { class: "measured" });
-  const [lengths, reads] = [element("div"), element("div")];
+  const lede = element("p.lede");
+  const facts = element("dl.facts");
+  const [said, measured] = [element("div.said"), element("div.measured")];
+  const [names, lengths, reads] = ["div", "div", "div"].map((kind) => element(kind));
   const [how, seeds, scored] = [note(), note(), note()];
 
-  // The choices that a run gives. Runs of the command measure segments alone.
-  function build() {
-    const trained = choice({
-      label: "Trained on, tokens", value: group.train_length,
-      options: run.groups.map((one) => ({ value: one.train_length, label: grouped(one.train_length) })),
-      onChange(value) {
-        group = run.groups.find((one) => one.train_length === value);
-        draw();
-      },
-    });
-    lengths.replaceChildren(...(run.groups.length > 1 ? [trained.element] : []));
-    const both = group.lines.every(({ sliding }) => sliding);
-    if (!both) read = "lengths";
-    const ways = choice({
-      label: "Read the text", value: read,
-      options: [{ value: "lengths", label: "in segments" }, { value: "sliding", label: "with a sliding window" }],
-      onChange(value) {
-        read = value;
-        draw();
-      },
-    });
-    reads.replaceChildren(...(both ? [ways.element] : []));
-    draw();
+  // A choice among pairs of value and label, where there is more than one; `take` sets the value.
+  function offer(box, label, options, value, take) {
+    const onChange = (to) => {
+      take(to);
+      draw();
+    };
+    const control = choice({ label, value, onChange, options: options.map(labelled) });
+    box.replaceChildren(...(options.length > 1 ? [control.element] : []));
   }
 
-  const runChoice = choice({
-    label: "Run", options: runs.map((one, i) => ({ value: i, label: one.name })), value: 0,
-    onChange(number) {
-      run = runs[number];
-      group = run.groups[0];
-      build();
-    },
-  });
+  // What a run gives to choose from. Runs of the command measure segments alone.
+  function open(next) {
+    run = next;
+    group = run.groups[0];
+    const trained = run.groups.map((one) => [one.train_length, grouped(one.train_length)]);
+    offer(lengths, "Trained on, tokens", trained, group.train_length, (length) => {
+      group = run.groups.find((one) => one.train_length === length);
+    });
+    const ways = Object.keys(WAYS).filter((way) => group.lines.every((line) => line[way]));
+    if (!ways.includes(read)) read = "lengths";
+    const says = ways.map((way) => [way, WAYS[way].label]);
+    offer(reads, "Read the text", says, read, (way) => (read = way));
+  }
 
   root.append(
-    element("h2", {}, "Train short, test long"),
+    element("h2", "Train short, test long"),
     lede,
     said,
-    element("div", { class: "abreast" }, runs.length > 1 && runChoice.element, lengths),
+    element("div.abreast", runs.length > 1 && names, lengths),
     section("Loss by test length", how, reads, byLength.element, table.element, seeds),
     section("Loss by position",
       note(
-        "The loss by the number of tokens that a prediction can read. On the left there is little context yet; right of the " +
-          "dashed line there is more than the model was ever trained on.",
+        "The loss by the number of tokens that a prediction can read. On the left there is " +
+          "little context yet; right of the dashed line there is more than the model was ever " +
+          "trained on.",
       ),
       byPosition.element,
     ),
     measured,
-    element("details", { open: Boolean(run.findings) }, element("summary", {}, "How this was made"), scored, facts),
+    element("details", { open: Boolean(run.findings) },
+      element("summary", "How this was made"), scored, facts,
+    ),
   );
 
   function draw() {
-    const longest = group.test_lengths.at(-1);
+    const [trained, longest] = [group.train_length, group.test_lengths.at(-1)].map(grouped);
     lede.textContent =
       "Language models that differ only in how they represent the order of tokens, trained on " +
-      `${grouped(group.train_length)} tokens at a time and tested on up to ${grouped(longest)}.`;
-    how.textContent = HOW_READ[read];
+      `${trained} tokens at a time and tested on up to ${longest}.`;
+    how.textContent = WAYS[read].says;
     byLength.update(lengthChart(group, methods, read));
     byPosition.update(positionChart(group, methods));
-    table.setCaption(`Bits per byte, trained on ${grouped(group.train_length)} tokens, tested on`);
+    table.setCaption(`Bits per byte, trained on ${trained} tokens, tested on`);
     table.update(
       [...group.test_lengths.map(grouped), "change"],
-      group.lines.map((line) => tableRow(line[read], line, group, methods)),
+      group.lines.map((line) => tableRow(line, group, methods, read)),
     );
     seeds.textContent = seedsInWords(run);
     drawFindings();
-    facts.replaceChildren(
-      ...Object.entries(run.made).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]),
-    );
+    const fact = ([name, value]) => [element("dt", name), element("dd", value)];
+    facts.replaceChildren(...Object.entries(run.made).flatMap(fact));
   }
 
   // What the run of the README does not have.
   function drawFindings() {
-    const { scope, findings, cautions, cost } = run;
+    const { scope, findings, cautions = [], cost } = run;
     const { validation, continuations } = group;
-    const parts = findings ? [scope && note(scope), sentences(findings, methods), ...cautions.map((text) => note(text))] : [];
+    const parts = [
+      findings && scope && note(scope), findings && sentences(findings, methods),
+      ...cautions.map((text) => note(text)),
+    ];
     said.replaceChildren(...parts.filter(Boolean));
     scored.textContent = run.scored ?? "";
-    const kept = "The last validation while training";
-    measured.replaceChildren(
-      ...(validation ? [section(kept, finishedTable(validation, methods), sentences(continuations, methods))] : []),
-      ...(cost ? [section("What training cost", finishedTable(cost, methods))] : []),
-    );
+    const tables = [
+      validation &&
+        section("The last validation while training",
+          finishedTable(validation, methods), sentences(continuations, methods),
+        ),
+      cost && section("What training cost", finishedTable(cost, methods)),
+    ];
+    measured.replaceChildren(...tables.filter(Boolean));
   }
 
-  build();
+  offer(names, "Run", runs.map((one, i) => [i, one.name]), 0, (number) => open(runs[number]));
+  open(run);
+  draw();
 }
 
-const HOW_READ = {
-  lengths:
-    "The same text in ever longer segments. A model that makes use of more context gets better to the right; one that " +
-    "meets positions it was not trained on gets worse; a learned table has no row for them at all.",
-  sliding:
-    "Every prediction reads about as many tokens as the window has, so that none stands at the beginning of a segment. What is " +
-    "gained to the right is the use of more context, and nothing else.",
+const labelled = ([value, label]) => ({ value, label });
+
+const WAYS = {
+  lengths: {
+    label: "in segments",
+    says:
+      "The same text in ever longer segments. A model that makes use of more context gets " +
+      "better to the right; one that meets positions it was not trained on gets worse; a " +
+      "learned table has no row for them at all.",
+  },
+  sliding: {
+    label: "with a sliding window",
+    says:
+      "Every prediction reads about as many tokens as the window has, so that none stands at " +
+      "the beginning of a segment. What is gained to the right is the use of more context, and " +
+      "nothing else.",
+  },
 };
 
 function seedsInWords({ num_seeds: numSeeds, findings }) {
   if (numSeeds > 1) return `Lines are means of up to ${numSeeds} seeds, bands their range.`;
   if (findings) return ""; // they say it
-  return "One model of each kind was trained (one seed): another seed gives other numbers, and small differences may turn round.";
-}
-
-// What Python says of methods, and a table that it made; a cell is null where the method has no rows for its length.
-function sentences(list, methods) {
-  const items = list.map(({ method, says }) =>
-    element("li", { style: { "--line-colour": methods[method].colour } },
-      element("strong", {}, methods[method].label),
-      ` ${signed(says)}`,
-    ),
+  return (
+    "One model of each kind was trained (one seed): another seed gives other numbers, and small " +
+    "differences may turn round."
   );
-  return element("ul", { class: "sentences" }, items);
 }
 
+function sentences(list, methods) {
+  const items = list.map(({ method, says }) => {
+    const { label, colour } = methods[method];
+    return element("li", { style: { "--line-colour": colour } },
+      element("strong", label), ` ${signed(says)}`,
+    );
+  });
+  return element("ul.sentences", items);
+}
+
+// A table that Python made; a cell is null where the method has no rows for its length.
 function finishedTable({ caption, note: remark, heads, rows }, methods) {
-  const table = dataTable({ caption: remark ? `${caption} (${remark})` : caption, corner: "method" });
+  const title = remark ? `${caption} (${remark})` : caption;
+  const table = dataTable({ caption: title, corner: "method" });
   const cellText = (cell) => (cell === null ? "no rows" : signed(cell));
-  table.update(heads, rows.map(({ method, cells }) => ({ head: methods[method].label, cells: cells.map(cellText) })));
+  const lines = rows.map(({ method, cells }) => ({
+    head: methods[method].label, cells: cells.map(cellText),
+  }));
+  table.update(heads, lines);
   return table.element;
 }
 
 const signed = (text) => text.replace(/(?<!\w)-(?=\d)/g, "\u2212");
-
-const lossAxis = (digits) => ({ label: "bits per byte, lower is better", format: (y) => y.toFixed(digits) });
 
 function lengthChart(group, methods, read) {
   const ticks = group.test_lengths;
   return {
     label: "Loss by test length",
     x: {
-      label: "tokens read at a time", low: ticks[0], high: ticks.at(-1), log: true, ticks, format: grouped,
-      at: (x) => `at ${grouped(x)} tokens`,
+      label: "tokens read at a time", low: ticks[0], high: ticks.at(-1), log: true, ticks,
+      format: grouped, at: (x) => `at ${grouped(x)} tokens`,
     },
-    y: lossAxis(3),
-    lines: chartLines(group, methods, (line) => line[read]),
-    marks: [{ x: group.train_length, text: "training length" }],
+    ...lossLines(group, methods, read, 3),
   };
 }
 
 function positionChart(group, methods) {
   const xs = group.lines.flatMap((line) => line.positions.map(({ x }) => x));
   const longest = group.test_lengths.at(-1);
+  const after = (number) => `after ${grouped(number)} token${number === 1 ? "" : "s"}`;
   return {
     label: "Loss by position",
     x: {
-      label: "tokens of context", low: Math.min(1, ...xs), high: Math.max(longest, ...xs), log: true, format: grouped,
+      label: "tokens of context", low: Math.min(1, ...xs), high: Math.max(longest, ...xs),
+      log: true, format: grouped, at: (x) => after(Math.round(x)),
       ticks: Array.from({ length: Math.floor(Math.log2(longest)) + 1 }, (_, i) => 2 ** i),
-      at: (x) => `after ${grouped(Math.round(x))} token${Math.round(x) === 1 ? "" : "s"}`,
     },
-    y: lossAxis(2),
-    lines: chartLines(group, methods, (line) => line.positions),
+    ...lossLines(group, methods, "positions", 2),
+  };
+}
+
+// The lines in the order in which they end, as the legend shows them; those that stop short last.
+function lossLines(group, methods, part, digits) {
+  const end = (line) => (line.limit === null ? (line[part].at(-1)?.y ?? Infinity) : -Infinity);
+  const lines = group.lines.toSorted((a, b) => end(b) - end(a)).map((line) => {
+    const { label, colour, main } = methods[line.method];
+    const stop = line.limit === null ? null : `no rows past ${grouped(line.limit)}`;
+    return { key: line.method, name: label, colour, main, points: line[part], stop };
+  });
+  return {
+    y: { label: "bits per byte, lower is better", format: (y) => y.toFixed(digits) },
+    lines,
     marks: [{ x: group.train_length, text: "training length" }],
   };
 }
 
-// The lines in the order in which they end, so that the legend stands as the chart does; those that stop short last.
-function chartLines(group, methods, pointsOf) {
-  const end = (line) => (line.limit === null ? (pointsOf(line).at(-1)?.y ?? Infinity) : -Infinity);
-  return [...group.lines].sort((a, b) => end(b) - end(a)).map((line) => {
-    const { label, colour, main } = methods[line.method];
-    const stop = line.limit === null ? null : `no rows past ${grouped(line.limit)}`;
-    return { key: line.method, name: label, colour, main, points: pointsOf(line), stop };
-  });
-}
-
-function tableRow(points, line, group, methods) {
-  const at = (length) => points.find(({ x }) => x === length)?.y ?? null;
-  const [first, last] = [at(group.train_length), at(group.test_lengths.at(-1))];
+function tableRow(line, group, methods, read) {
+  const lossAt = (length) => line[read].find(({ x }) => x === length)?.y ?? null;
+  const first = lossAt(group.train_length);
+  const last = lossAt(group.test_lengths.at(-1));
   const change = first === null || last === null ? "" : signedPercent(last / first - 1);
   const cells = group.test_lengths.map((length) => {
-    const loss = at(length);
-    if (loss !== null) return loss.toFixed(3);
-    return line.limit !== null && length > line.limit ? "no rows" : "\u2013";
+    const none = line.limit !== null && length > line.limit ? "no rows" : "\u2013";
+    return lossAt(length)?.toFixed(3) ?? none;
   });
   return { head: methods[line.method].label, cells: [...cells, change] };
 }

@@ -1,10 +1,69 @@
-// What the view of a trained model says in sentences, and how it names heads.
+// The weights of a trained model, what they say of heads and rows, and the view's sentences.
 
-import { fixed } from "./numbers.js";
-import { grouped, slopeFraction } from "./scales.js";
-import { reachOfRow } from "./weights.js";
+import { fixed, grouped, slopeFraction, wholePercent } from "./numbers.js";
 
-// "1/8"; of heads whose two sides differ "1/8 before, 1/4 after", and "1/8 after" where one is hidden; null without slopes.
+// Weights of 16 bits, row after row, as linbias.explore.reading packs them. Keys that a causal
+// query does not see are absent from its row, and -Infinity in the matrix.
+export function unpackWeights({ weights, num_tokens: T, num_heads: numHeads, causal }) {
+  const bytes = Uint8Array.from(atob(weights), (letter) => letter.charCodeAt(0));
+  const packed = Uint16Array.from({ length: bytes.length / 2 }, (_, i) =>
+    bytes[2 * i] + 256 * bytes[2 * i + 1],
+  );
+  const startOf = (query) => (causal ? (query * (query + 1)) / 2 : query * T);
+
+  function integers(layer, head, query) {
+    const start = (layer * numHeads + head) * startOf(T);
+    return packed.subarray(start + startOf(query), start + startOf(query + 1));
+  }
+
+  const row = (...at) => Float64Array.from(integers(...at), (integer) => integer / 65535);
+
+  function matrix(layer, head) {
+    const values = new Float64Array(T * T).fill(-Infinity);
+    for (let t = 0; t < T; t += 1) values.set(row(layer, head, t), t * T);
+    return values;
+  }
+
+  const small = (layer, head, side) => shrunk(T, side, (t) => integers(layer, head, t));
+  return { row, matrix, small };
+}
+
+// A picture of a matrix whose rows `rowOf` gives: of a block of cells the largest.
+export function shrunk(numRows, side, rowOf) {
+  const values = new Float64Array(side * side);
+  const pixelOf = (i) => Math.floor((i * side) / numRows);
+  for (let t = 0; t < numRows; t += 1) {
+    rowOf(t).forEach((value, s) => {
+      const at = pixelOf(t) * side + pixelOf(s);
+      values[at] = Math.max(values[at], value);
+    });
+  }
+  return values;
+}
+
+// The mean distance of a row's weight, and the smallest distance within which `share` of it lies.
+function reachOfRow(row, query, share = 0.9) {
+  const byDistance = new Float64Array(row.length);
+  row.forEach((weight, s) => (byDistance[Math.abs(query - s)] += weight));
+  const total = row.reduce((a, b) => a + b);
+  const mean = byDistance.reduce((sum, weight, distance) => sum + weight * distance, 0) / total;
+  let [within, sum] = [0, byDistance[0]];
+  while (sum < share * total && within < row.length - 1) sum += byDistance[++within];
+  return { mean, within };
+}
+
+// What the bias alone would make of a query's row; a slope that is null hides its side.
+export function rowOfBias(reading, head, query) {
+  const { slopes, right_slopes: rightSlopes, causal, num_tokens: T } = reading;
+  const parts = Float64Array.from({ length: causal ? query + 1 : T }, (_, s) => {
+    const slope = (s > query ? (rightSlopes ?? slopes) : slopes)[head];
+    return slope === null ? Number(s === query) : Math.exp(-slope * Math.abs(s - query));
+  });
+  const total = parts.reduce((a, b) => a + b, 0);
+  return parts.map((part) => part / total);
+}
+
+// "1/8"; of heads whose sides differ "1/8 before, 1/4 after"; null without slopes.
 export function slopeName({ slopes, right_slopes: rightSlopes }, head) {
   if (slopes === null) return null;
   if (rightSlopes === null) return shortSlope(slopes[head]);
@@ -24,27 +83,31 @@ export function headWords(reading, layer, head) {
   return `Layer ${layer}, head ${head}${slope === null ? "" : `, slope ${slope}`}`;
 }
 
-// The head on which the view opens: the one that departs most from its bias, and without biases the one that looks farthest.
+// The head that departs most from its bias; without biases the one that looks farthest.
 export function openingHead({ departure, reach }) {
   const values = departure ?? reach.mean;
-  const flat = values.flatMap((row, layer) => row.map((value, head) => ({ layer, head, value })));
-  return flat.reduce((best, one) => (one.value > best.value ? one : best));
+  const all = values.flatMap((row, layer) => row.map((value, head) => ({ layer, head, value })));
+  return all.reduce((best, one) => (one.value > best.value ? one : best));
 }
 
 export function openingWords(reading) {
   const { layer, head, value } = openingHead(reading);
   const slope = slopeName(reading, head);
   const name = `Layer ${layer}, head ${head}${slope === null ? "" : ` (slope ${slope})`}`;
-  const tokens = (distances) => distances[layer][head].toFixed(1);
-  const back = `${tokens(reading.reach.mean)} tokens ${reading.causal ? "back" : "away"} on average`;
-  if (reading.departure === null) return { name, rest: ` looks farthest: ${back}. There is no bias to compare it with.` };
-  const bias = reading.alone.mean[head].toFixed(1);
-  const mean = reading.departure.flat().reduce((a, b) => a + b, 0) / (reading.num_layers * reading.num_heads);
+  const tokens = reading.reach.mean[layer][head].toFixed(1);
+  const back = `${tokens} tokens ${reading.causal ? "back" : "away"} on average`;
+  if (reading.departure === null) {
+    return { name, rest: ` looks farthest: ${back}. There is no bias to compare it with.` };
+  }
+  const alone = reading.alone.mean[head].toFixed(1);
+  const departures = reading.departure.flat();
+  const mean = departures.reduce((a, b) => a + b, 0) / departures.length;
   return {
     name,
     rest:
-      ` departs most from its bias: ${wholePercent(value)} of its weight lies elsewhere than the bias alone would put it. It looks ${back}, ` +
-      `by its bias alone it would look ${bias}. All heads depart by ${wholePercent(mean)} on average.`,
+      ` departs most from its bias: ${wholePercent(value)} of its weight lies elsewhere than ` +
+      `the bias alone would put it. It looks ${back}, by its bias alone it would look ` +
+      `${alone}. All heads depart by ${wholePercent(mean)} on average.`,
   };
 }
 
@@ -53,8 +116,8 @@ export function storyOfRow(row, query, names, causal) {
   const most = row.reduce((best, weight, s) => (weight > row[best] ? s : best), 0);
   const on = most === query ? "itself" : `${names[most]} (${placeOf(most, query)})`;
   return (
-    `Token ${names[query]} looks ${mean.toFixed(1)} tokens ${causal ? "back" : "away"} on average; ` +
-    `90% of its weight lies within ${within}. Most is on ${on}: ${fixed(row[most])}.`
+    `Token ${names[query]} looks ${mean.toFixed(1)} tokens ${causal ? "back" : "away"} on ` +
+    `average; 90% of its weight lies within ${within}. Most is on ${on}: ${fixed(row[most])}.`
   );
 }
 
@@ -63,17 +126,18 @@ export function placeOf(key, query) {
   return key < query ? `${query - key} before` : `${key - query} after`;
 }
 
-// What becomes of the losses beyond the training length, model by model; empty where none reads on.
+// What becomes of losses past the training length, model by model; empty where none reads on.
 export function lossWords(readings, labelOf, unit) {
   const trained = readings.filter(({ losses }) => losses.within !== null);
-  const reading = trained.filter(({ losses }) => losses.beyond !== null);
+  const [reading, stopped] = [true, false].map((readsOn) =>
+    trained.filter(({ losses }) => (losses.beyond !== null) === readsOn),
+  );
   if (reading.length === 0) return "";
   const changes = reading.map((one, i) => {
-    const { within, beyond } = one.losses;
-    return `from ${within.toFixed(2)} to ${beyond.toFixed(2)}${i === 0 ? ` bits per ${unit}` : ""} with ${labelOf(one)}`;
+    const [within, beyond] = [one.losses.within, one.losses.beyond].map((loss) => loss.toFixed(2));
+    return `from ${within} to ${beyond}${i === 0 ? ` bits per ${unit}` : ""} with ${labelOf(one)}`;
   });
-  const stopped = trained.filter(({ losses }) => losses.beyond === null).map((one) => `; ${labelOf(one)} cannot read on`);
-  return `Past the ${grouped(reading[0].train_length)} tokens of training, the loss goes ${changes.join(", ")}${stopped.join("")}.`;
+  const ends = stopped.map((one) => `; ${labelOf(one)} cannot read on`).join("");
+  const tokens = grouped(reading[0].train_length);
+  return `Past the ${tokens} tokens of training, the loss goes ${changes.join(", ")}${ends}.`;
 }
-
-export const wholePercent = (share) => `${(100 * share).toFixed(0)}%`;

@@ -1,7 +1,7 @@
-// The page: a header with tabs, a link to what is shown and the choice of light or dark, and a view for each tab.
+// The page: tabs, a link to what is shown, the choice of light or dark, and a view for each tab.
 
 import { choice, copyButton } from "./controls.js";
-import { element, setAll, uniqueId } from "./dom.js";
+import { element, rove, setAll, uniqueId } from "./dom.js";
 import { mountHow } from "./how_view.js";
 import { mountLengths } from "./lengths_view.js";
 import { mountModel } from "./model_view.js";
@@ -22,38 +22,39 @@ const VIEWS = [
 const THEMES = ["auto", "light", "dark"];
 const NO_THEMES = { read: () => null, write() {}, watch() {} };
 
-// Builds the page in `root`, a `.explore` element. Views are made when they are first looked at. `memory` keeps what
-// is shown as a text such as "view=how&head=1": { read() -> text, write(text), watch(callback) }, and link(), the address that
-// brings it back, where there is one. `themes` keeps the reader's choice of light or dark likewise.
+// Builds the page in `root`; views are made when they are first looked at. `memory` keeps what is
+// shown as a text such as "view=how&head=1", and may have the link() that brings it back; `themes`
+// keeps the reader's choice of light or dark likewise.
 export function startPage(root, data, memory, themes = NO_THEMES) {
-  const views = VIEWS.filter((view) => data[view.needs]).map((view) => ({
-    ...view,
-    panel: element("section", { id: uniqueId(view.id), class: `view view-${view.id}`, hidden: true }),
-  }));
+  const views = VIEWS.filter(({ needs }) => data[needs]).map((view) => {
+    const attributes = { id: uniqueId(view.id), hidden: true };
+    return { ...view, panel: element(`section.view.view-${view.id}`, attributes) };
+  });
   const home = views.find(({ id }) => id === data.start) ?? views[0];
-  let current = null;
+  let current = home;
 
-  function show(id) {
-    current = views.find((view) => view.id === id);
-    if (current.panel.childElementCount === 0) {
-      const view = current;
-      const own = {
-        read: () => view.text,
-        write(text) {
-          view.text = text;
-          remember();
-        },
+  function show(view) {
+    current = view;
+    if (view.panel.childElementCount === 0) {
+      const write = (text) => {
+        view.text = text;
+        remember();
       };
-      view.mount(view.panel, data, own, go);
+      view.mount(view.panel, data, { read: () => view.text, write }, go);
     }
-    bar.set(current.id);
+    bar.show(view);
+  }
+
+  function choose(view) {
+    show(view);
+    remember();
   }
 
   function go(id) {
-    show(id);
-    remember();
+    const view = views.find((one) => one.id === id);
+    choose(view);
     root.scrollIntoView();
-    bar.focus(id);
+    bar.focus(view);
   }
 
   function remember() {
@@ -71,26 +72,19 @@ export function startPage(root, data, memory, themes = NO_THEMES) {
       view.panel.replaceChildren();
       view.text = view === first ? text : ""; // names mean different things in different views
     }
-    show(first.id);
+    show(first);
   }
 
-  const bar = tabs({
-    label: "Views", items: views,
-    onChange(id) {
-      show(id);
-      remember();
-    },
-  });
+  const bar = tabs(views, choose);
   root.append(
-    element("header", { class: "top" },
-      element("h1", {}, "linbias"),
+    element("header.top",
+      element("h1", "linbias"),
       bar.element,
-      element("div", { class: "tools" },
-        memory.link && copyButton({ label: "Copy link", says: "Link copied", text: memory.link }),
-        themeChoice(root, themes),
+      element("div.tools",
+        memory.link && copyButton("link", memory.link), themeChoice(root, themes),
       ),
     ),
-    element("main", {}, views.map((view) => view.panel)),
+    element("main", views.map((view) => view.panel)),
   );
   start();
   memory.watch(start);
@@ -98,8 +92,7 @@ export function startPage(root, data, memory, themes = NO_THEMES) {
 
 function themeChoice(root, themes) {
   const control = choice({
-    label: "Theme", options: THEMES.map((value) => ({ value, label: value })),
-    value: root.dataset.theme ?? "auto",
+    label: "Theme", options: THEMES, value: root.dataset.theme ?? "auto",
     onChange(theme) {
       show(theme);
       themes.write(theme);
@@ -124,49 +117,34 @@ function themeChoice(root, themes) {
   return control.element;
 }
 
-// Tabs: [{ id, label, panel }]. Arrow keys, Home and End walk them; only the chosen one is in the tab order.
-function tabs({ label, items, onChange }) {
-  const buttons = items.map((item) =>
-    element(
-      "button",
-      {
-        type: "button", role: "tab", id: uniqueId("tab"), "aria-controls": item.panel.id,
-        on: { click: () => choose(item.id), keydown: (event) => walk(event, item.id) },
-      },
-      item.label,
-    ),
+// Tabs that arrow keys, Home and End walk; onChange(view) is asked to show another one.
+function tabs(views, onChange) {
+  const buttons = views.map((view) =>
+    element("button", {
+      role: "tab", id: uniqueId("tab"), "aria-controls": view.panel.id,
+      on: { click: () => onChange(view), keydown: (event) => walk(event, views.indexOf(view)) },
+    }, view.label),
   );
-  items.forEach((item, i) => {
-    setAll(item.panel, { role: "tabpanel", "aria-labelledby": buttons[i].id });
+  views.forEach(({ panel }, i) => {
+    setAll(panel, { role: "tabpanel", "aria-labelledby": buttons[i].id });
   });
 
-  function show(id) {
-    items.forEach((item, i) => {
-      const chosen = item.id === id;
-      setAll(buttons[i], { "aria-selected": String(chosen), tabindex: chosen ? 0 : -1 });
-      item.panel.hidden = !chosen;
-    });
-  }
-
-  function choose(id) {
-    show(id);
-    onChange(id);
-  }
-
-  function walk(event, id) {
-    const here = items.findIndex((item) => item.id === id);
-    const last = items.length - 1;
+  function walk(event, here) {
+    const last = views.length - 1;
     const to = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: last }[event.key];
     if (to === undefined) return;
     event.preventDefault();
-    const next = (to + items.length) % items.length;
-    choose(items[next].id);
+    const next = (to + views.length) % views.length;
+    onChange(views[next]);
     buttons[next].focus();
   }
 
   return {
-    element: element("div", { role: "tablist", "aria-label": label, class: "tabs" }, buttons),
-    set: show,
-    focus: (id) => buttons[items.findIndex((item) => item.id === id)].focus(),
+    element: element("div.tabs", { role: "tablist", "aria-label": "Views" }, buttons),
+    show(view) {
+      rove(buttons, views.indexOf(view), "aria-selected");
+      for (const one of views) one.panel.hidden = one !== view;
+    },
+    focus: (view) => buttons[views.indexOf(view)].focus(),
   };
 }

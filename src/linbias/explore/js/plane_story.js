@@ -1,16 +1,15 @@
-// Order that is not counted, in the plane: points, one of which looks at all others, and a global token that stands nowhere.
-//
-// All are alike, so that distance alone decides. Token 0 is the global one; the points are numbered from 1.
+// Order that is not counted, in the plane: points, one of which looks at all others, and token 0,
+// a global one that stands nowhere. All are alike, so that distance alone decides.
 
 import { choice, copyButton } from "./controls.js";
-import { element, setAll, setText, svgElement, uniqueId } from "./dom.js";
-import { inkShares, slopeOfStory } from "./ink.js";
+import { element, rove, setAll, setText, svgElement, uniqueId } from "./dom.js";
 import { printed } from "./numbers.js";
+import { inkShares, slopeOfStory } from "./slope_story.js";
 
 export const NUM_POINTS = 72;
 export const METRICS = ["euclidean", "manhattan"];
 const GOLDEN_ANGLE = Math.PI * (3 - Math.sqrt(5));
-const RADIUS = Math.sqrt(NUM_POINTS);
+const EDGE = Math.sqrt(NUM_POINTS) + 0.8; // of the picture
 const RINGS = 4;
 const DOT = 0.55;
 
@@ -19,55 +18,55 @@ const POINTS = Array.from({ length: NUM_POINTS }, (_, i) => {
   const [r, angle] = [Math.sqrt(i + 0.5), i * GOLDEN_ANGLE];
   return [r * Math.cos(angle), r * Math.sin(angle)];
 });
-const EDGE = RADIUS + 0.8; // of the picture
 const DRAWN = [[DOT - EDGE, DOT - EDGE], ...POINTS]; // the global token has its place in a corner
 
-const distance = { euclidean: Math.hypot, manhattan: (x, y) => Math.abs(x) + Math.abs(y) };
-
-// What every token is away from one.
 function distancesFrom(query, metric) {
   if (query === 0) return DRAWN.map(() => 0);
   const [x, y] = POINTS[query - 1];
-  return [0, ...POINTS.map((point) => distance[metric](point[0] - x, point[1] - y))];
+  const length = metric === "manhattan" ? (a, b) => Math.abs(a) + Math.abs(b) : Math.hypot;
+  return [0, ...POINTS.map((point) => length(point[0] - x, point[1] - y))];
 }
 
-// planeStory({ onChange(parts) }) -> { element, update({ slope, metric, query }) }
 export function planeStory({ onChange }) {
   let shown = null;
   let pointed = null; // the token under the pointer
-  const slider = slopeOfStory({ ends: ["0: all alike", "1: the nearest points"], onInput: (slope) => onChange({ slope }) });
-  const metric = choice({
-    label: "Distance", options: METRICS.map((value) => ({ value, label: value })), value: METRICS[0],
-    onChange: (value) => onChange({ metric: value }),
+  const slider = slopeOfStory({
+    ends: ["0: all alike", "1: the nearest points"], onInput: (slope) => onChange({ slope }),
+  });
+  const metrics = choice({
+    label: "Distance", options: METRICS, value: METRICS[0],
+    onChange: (metric) => onChange({ metric }),
   });
   const dots = DRAWN.map(([x, y], i) => {
-    const attributes = { class: "dot", role: "radio", on: { keydown: (event) => walk(event, i) } };
-    return i === 0
-      ? svgElement("rect", { ...attributes, x: x - DOT, y: y - DOT, width: 2 * DOT, height: 2 * DOT, rx: 0.15 })
-      : svgElement("circle", { ...attributes, cx: x, cy: y, r: DOT });
+    const attributes = { role: "radio", on: { keydown: (event) => walk(event, i) } };
+    if (i > 0) return svgElement("circle.dot", { ...attributes, cx: x, cy: y, r: DOT });
+    const square = { x: x - DOT, y: y - DOT, width: 2 * DOT, height: 2 * DOT, rx: 0.15 };
+    return svgElement("rect.dot", { ...attributes, ...square });
   });
-  const rings = Array.from({ length: RINGS }, () => svgElement("path", { class: "ring" }));
+  const rings = Array.from({ length: RINGS }, () => svgElement("path.ring"));
   const clip = uniqueId("disc");
+  const disc = { r: EDGE - 0.05 };
+  const listeners = {
+    pointermove: (event) => point(nearestTo(event)), pointerleave: () => point(null),
+    click: (event) => onChange({ query: nearestTo(event) }),
+  };
   const drawing = svgElement(
-    "svg",
+    "svg.plane",
     {
-      class: "plane", viewBox: `${-EDGE} ${-EDGE} ${2 * EDGE} ${2 * EDGE}`, role: "radiogroup",
-      "aria-label": "Token that looks",
-      on: {
-        pointermove: (event) => point(nearestTo(event)), pointerleave: () => point(null),
-        click: (event) => onChange({ query: nearestTo(event) }),
-      },
+      viewBox: `${-EDGE} ${-EDGE} ${2 * EDGE} ${2 * EDGE}`, role: "radiogroup",
+      "aria-label": "Token that looks", on: listeners,
     },
-    svgElement("clipPath", { id: clip }, svgElement("circle", { r: EDGE - 0.05 })),
-    svgElement("circle", { class: "disc", r: EDGE - 0.05 }),
+    svgElement("clipPath", { id: clip }, svgElement("circle", disc)),
+    svgElement("circle.disc", disc),
     svgElement("g", { "clip-path": `url(#${clip})` }, rings),
     dots,
   );
-  const says = element("p", { class: "ink-says" });
+  const says = element("p.ink-says");
 
   function nearestTo({ clientX, clientY }) {
     const { left, top, width, height } = drawing.getBoundingClientRect();
-    const [x, y] = [((clientX - left) / width - 0.5) * 2 * EDGE, ((clientY - top) / height - 0.5) * 2 * EDGE];
+    const x = ((clientX - left) / width - 0.5) * 2 * EDGE;
+    const y = ((clientY - top) / height - 0.5) * 2 * EDGE;
     return nearest(DRAWN.map(([px, py]) => Math.hypot(px - x, py - y)));
   }
 
@@ -78,16 +77,17 @@ export function planeStory({ onChange }) {
 
   // To the nearest token that lies more in the arrow's direction than across it.
   function walk(event, from) {
-    const arrow = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] }[event.key];
-    if (!arrow) return;
+    const arrows = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] };
+    if (!(event.key in arrows)) return;
+    const [right, down] = arrows[event.key];
     event.preventDefault();
-    const to = nearest(
-      DRAWN.map(([px, py]) => {
-        const [x, y] = [px - DRAWN[from][0], py - DRAWN[from][1]];
-        const ahead = x * arrow[0] + y * arrow[1];
-        return ahead > 0 && ahead >= Math.abs(x * arrow[1] + y * arrow[0]) ? Math.hypot(x, y) : Infinity;
-      }),
-    );
+    const away = DRAWN.map(([px, py]) => {
+      const [x, y] = [px - DRAWN[from][0], py - DRAWN[from][1]];
+      const ahead = x * right + y * down;
+      const isAhead = ahead > 0 && ahead >= Math.abs(x * down + y * right);
+      return isAhead ? Math.hypot(x, y) : Infinity;
+    });
+    const to = nearest(away);
     if (to < 0) return;
     pointed = null;
     onChange({ query: to });
@@ -95,63 +95,68 @@ export function planeStory({ onChange }) {
   }
 
   function draw() {
-    const { slope, metric: rule } = shown;
+    const { slope, metric } = shown;
     const query = pointed ?? shown.query;
-    const away = distancesFrom(query, rule);
+    const away = distancesFrom(query, metric);
     const parts = away.map((d) => Math.exp(-slope * d));
     const sum = parts.reduce((a, b) => a + b, 0);
     const weights = parts.map((part) => part / sum);
+    rove(dots, shown.query, "aria-checked");
     inkShares(weights).forEach((share, i) => {
-      const kept = i === shown.query;
       dots[i].classList.toggle("looks", i === query);
-      setAll(dots[i], {
-        style: { "--ink-share": share }, "aria-checked": String(kept), tabindex: kept ? 0 : -1,
-        "aria-label": `${nameOf(i)}: ${printed(weights[i])}`,
-      });
+      const name = i === 0 ? "global token" : `point ${i}`;
+      const label = `${name}: ${printed(weights[i])}`;
+      setAll(dots[i], { style: { "--ink-share": share }, "aria-label": label });
     });
     const [x, y] = DRAWN[query];
-    rings.forEach((ring, i) => ring.setAttribute("d", query > 0 && slope > 0 ? ringAround(x, y, ((i + 1) * Math.LN2) / slope, rule) : ""));
+    rings.forEach((ring, i) => {
+      const radius = ((i + 1) * Math.LN2) / slope;
+      ring.setAttribute("d", query > 0 && slope > 0 ? ringAround(x, y, radius, metric) : "");
+    });
     const next = nearest(away.map((d, i) => (i === query || i === 0 ? Infinity : d)));
     const own = printed(weights[query]);
+    const lines =
+      slope === 0 ? "At slope 0 all are alike." : "From each line to the next weights halve.";
     slider.set(slope, `${own} on itself`);
     setText(
       says,
       query === 0
         ? `The global token stands nowhere: all points are alike to it, and get ${own} each.`
-        : `Point ${query} gives ${own} to itself, as much to the global token, which stands nowhere, and ${printed(weights[next])} to the nearest point, `
-          + `${printed(away[next], 2)} away. ${slope === 0 ? "At slope 0 all are alike." : "From each line to the next weights halve."}`,
+        : `Point ${query} gives ${own} to itself, as much to the global token, which stands ` +
+          `nowhere, and ${printed(weights[next])} to the nearest point, ` +
+          `${printed(away[next], 2)} away. ${lines}`,
     );
   }
 
   return {
-    element: element("section", { class: "plane-story" },
-      element("div", { class: "pair" },
-        element("h3", {}, "In a plane: places"),
-        copyButton({ label: "Copy code", says: "Code copied", text: () => planeInPython(shown) }),
+    element: element("section.plane-story",
+      element("div.pair",
+        element("h3", "In a plane: places"),
+        copyButton("code", () => planeInPython(shown)),
       ),
-      element("p", { class: "lede" },
-        "Patches of an image, or cells on a slide, have no order, but they have distances. Point at one to see what it looks at; click it, or walk with the "
-          + "arrow keys, to keep it.",
+      element("p.lede",
+        "Patches of an image, or cells on a slide, have no order, but they have distances. " +
+          "Point at one to see what it looks at; click it, or walk with the arrow keys, to " +
+          "keep it.",
       ),
-      element("div", { class: "plane-parts" },
-        element("div", { class: "plane-box" }, drawing, element("span", { class: "plane-name", "aria-hidden": "true" }, "global token")),
-        element("div", { class: "plane-controls" }, slider.element, metric.element, says),
+      element("div.plane-parts",
+        element("div.plane-box",
+          drawing, element("span.plane-name", { "aria-hidden": true }, "global token"),
+        ),
+        element("div.plane-controls", slider.element, metrics.element, says),
       ),
     ),
     update(next) {
       shown = next;
-      metric.set(next.metric);
+      metrics.set(next.metric);
       draw();
     },
   };
 }
 
-const nameOf = (token) => token === 0 ? "global token" : `point ${token}`;
-
 // The index of the least distance, -1 if all are infinite.
-function nearest(distances) {
-  return distances.reduce((best, d, i) => (d < (distances[best] ?? Infinity) ? i : best), -1);
-}
+const nearest = (distances) =>
+  distances.reduce((best, d, i) => (d < (distances[best] ?? Infinity) ? i : best), -1);
 
 // All places at one distance.
 function ringAround(x, y, r, metric) {
@@ -160,18 +165,16 @@ function ringAround(x, y, r, metric) {
 }
 
 // The same numbers in Python.
-function planeInPython({ slope, metric, query }) {
-  return [
-    "import torch",
-    "from linbias.torch import attention_points",
-    "",
-    `seed = torch.arange(${NUM_POINTS}, dtype=torch.float64)`,
-    `angle, radius = seed * ${GOLDEN_ANGLE}, (seed + 0.5).sqrt()`,
-    "points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)",
-    "points = torch.cat([torch.zeros(1, 2), points])  # a global token comes first, and its place is not read",
-    "q = k = torch.zeros(1, 1, len(points), 1, dtype=torch.float64)  # all alike",
-    "v = torch.eye(len(points), dtype=torch.float64)[None, None]  # so that the output is the weights",
-    `weights = attention_points(q, k, v, points, [${slope}], metric="${metric}", global_tokens=1)[0, 0]`,
-    `print(weights[${query}])`,
-  ].join("\n");
-}
+const planeInPython = ({ slope, metric, query }) => `\
+import torch
+from linbias.torch import attention_points
+
+seed = torch.arange(${NUM_POINTS}, dtype=torch.float64)
+angle, radius = seed * ${GOLDEN_ANGLE}, (seed + 0.5).sqrt()
+points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+# A global token comes first, and its place is not read.
+points = torch.cat([torch.zeros(1, 2), points])
+q = k = torch.zeros(1, 1, len(points), 1, dtype=torch.float64)  # all alike
+v = torch.eye(len(points), dtype=torch.float64)[None, None]  # so that the output is the weights
+weights = attention_points(q, k, v, points, [${slope}], metric="${metric}", global_tokens=1)[0, 0]
+print(weights[${query}])`;

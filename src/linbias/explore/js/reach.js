@@ -1,9 +1,9 @@
-// What the view of near to far shows, and which of it a link may say.
+// What the view of near to far shows, what of it a link may say, and one head's reading.
 
 import { slopes } from "./attention.js";
 import { LEFT, normals, numVisible, prepareQuery, RIGHT, visit, windowOf } from "./near_to_far.js";
+import { grouped, scientific } from "./numbers.js";
 import { oneOf, readSaved, wholeUpTo, within } from "./saved.js";
-import { grouped, scientific } from "./scales.js";
 
 export const LENGTHS = [256, 512, 1024, 2048, 4096];
 export const HEADS = [1, 2, 4, 8, 12, 16];
@@ -23,7 +23,7 @@ export const REACH_RULES = {
 
 export const startOfReach = (text) => keptInBounds(readSaved(text, REACH_RULES));
 
-// Another length keeps the query where it is, if there is such a key; another number of heads the head likewise.
+// Another length keeps the query where it is, if there is such a key; other heads likewise.
 export function changedReach(state, changes) {
   const slope = "heads" in changes || "head" in changes ? { slope: null } : {};
   return keptInBounds({ ...state, ...slope, ...changes });
@@ -36,22 +36,21 @@ function keptInBounds(state) {
 
 export const queryPosition = (state) => state.query ?? state.length - 1;
 
-export const toleranceOf = (state) => state.tolerance === NO_TOLERANCE ? 0 : 2 ** state.tolerance;
+export const toleranceOf = (state) =>
+  state.tolerance === NO_TOLERANCE ? 0 : 2 ** state.tolerance;
 
 export function headSlopesOf(state) {
   const all = slopes(state.heads, "paper");
-  return all.map((slope, head) => (head === state.head && state.slope !== null ? state.slope : slope));
+  return all.with(state.head, state.slope ?? all[state.head]);
 }
 
 // Random queries and keys, and what a query of them reads near to far.
 
 const HEAD_SIZE = 16;
-const KEY_SCALE = HEAD_SIZE ** -0.5;
 
-// headReader(mostKeys) -> read({ head, slope, length, position, both, tolerance, block }), which gives
-// { query, found, read, visible }: what near_to_far.js knows of the query and finds, and how many keys that is of how many.
-// What does not change with tolerance and slopes is kept: of the last queries of texts for good, of others the newest.
-export function headReader(mostKeys) {
+// What near to far reads of one query. What does not change with tolerance and slopes is kept: of
+// the last queries of texts for good, of others the newest.
+export function headReader() {
   const streams = new Map();
   const prepared = new Map();
 
@@ -59,11 +58,11 @@ export function headReader(mostKeys) {
     const key = `${head} ${position === length - 1 ? length : "chosen"}`;
     const kept = prepared.get(key);
     if (kept?.numKeys === length && kept.position === position) return kept;
-    if (!streams.has(head)) streams.set(head, normals(2 * head + 1, mostKeys * HEAD_SIZE));
-    const made = prepareQuery({
-      query: normals(2 * head, HEAD_SIZE, position * HEAD_SIZE),
-      keys: streams.get(head).subarray(0, length * HEAD_SIZE), position, scale: KEY_SCALE,
-    });
+    if (!streams.has(head)) streams.set(head, normals(2 * head + 1, LENGTHS.at(-1) * HEAD_SIZE));
+    const keys = streams.get(head).subarray(0, length * HEAD_SIZE);
+    const query = normals(2 * head, HEAD_SIZE, position * HEAD_SIZE);
+    const scaled = query.map((value) => value * HEAD_SIZE ** -0.5);
+    const made = prepareQuery({ query: scaled, keys, position });
     prepared.set(key, made);
     return made;
   }
@@ -71,60 +70,70 @@ export function headReader(mostKeys) {
   return ({ head, slope, length, position, both, tolerance, block }) => {
     const query = queryOf(head, length, position);
     const sides = [slope, both ? slope : Infinity];
-    const found = visit(query, { slopes: sides, tolerance, block });
-    return { query, found, read: found.end - found.first, visible: numVisible(query, sides) };
+    const visited = visit(query, { slopes: sides, tolerance, block });
+    const read = visited.end - visited.first;
+    return { query, visited, read, visible: numVisible(query, sides) };
   };
 }
 
-export const totalOf = (results, name) => results.reduce((total, result) => total + result[name], 0);
+export const totalOf = (results, name) => results.reduce((total, one) => total + one[name], 0);
 
-// One head of near to far: why it read what it read in words, as a chart and as a table.
+const stopsOf = ({ steps }) => steps.filter((step) => !step.read);
 
-// The sentences. `result` is that of a reader (reach_reader.js).
-export function storyOf({ found, query }, slope, tolerance) {
-  const { steps, ended, leftOut, share } = found;
-  const stops = steps.filter((step) => !step.read);
+export function storyOf({ visited, query }, slope, tolerance) {
+  const { ended, leftOut, share } = visited;
+  const stops = stopsOf(visited);
+  if (stops.length === 0 && slope === 0) {
+    return "Without a slope no key is too far to matter: it reads everything.";
+  }
+  if (stops.length === 0 && tolerance === 0) {
+    return "With a tolerance of 0 nothing may be left out: it reads everything.";
+  }
+  const reach = grouped(Math.ceil(windowOf(slope, query, share)));
   const known =
-    slope > 0 && tolerance > 0
-      ? ` From its slope and the largest norms alone, before any key is read, it is known that keys ${grouped(
-          Math.ceil(windowOf(slope, query.qNorm, query.kNorm, query.scale, share, query.numKeys)),
-        )} or more away cannot matter.`
-      : "";
-  if (stops.length > 0) {
-    const places = stops.map((step) =>
-      step.side === LEFT ? `before key ${grouped(step.end)}` : `from key ${grouped(step.first)} on`,
-    );
-    const bounds = stops.map((step) => scientific(atMost(step), 3)).join(" and ");
-    const each = ended[LEFT] === "hidden" || ended[RIGHT] === "hidden" ? "the tolerance" : "half the tolerance, a side\u2019s part,";
+    " From its slope and the largest norms alone, before any key is read, it is known that keys " +
+    `${reach} or more away cannot matter.`;
+  if (stops.length === 0) {
     return (
-      `It stops ${places.join(" and ")}: there, all that is left holds at most ${bounds}, and ${each} is ` +
-      `${scientific(share, 3)}. What it never reads really holds ${scientific(leftOut, 3)}.${known}`
+      "It comes to the last key before the bound falls below the tolerance: it reads everything." +
+      known
     );
   }
-  if (slope === 0) return "Without a slope no key is too far to matter: it reads everything.";
-  if (tolerance === 0) return "With a tolerance of 0 nothing may be left out: it reads everything.";
-  return `It comes to the last key before the bound falls below the tolerance: it reads everything.${known}`;
+  const where = stops.map(({ side, first, end }) =>
+    side === LEFT ? `before key ${grouped(end)}` : `from key ${grouped(first)} on`,
+  );
+  const bounds = stops.map((step) => scientific(atMost(step))).join(" and ");
+  const oneSided = ended.includes("hidden");
+  const each = oneSided ? "the tolerance" : "half the tolerance, a side\u2019s part,";
+  return (
+    `It stops ${where.join(" and ")}: there, all that is left holds at most ${bounds}, and ` +
+    `${each} is ${scientific(share)}. What it never reads really holds ${scientific(leftOut)}.` +
+    known
+  );
 }
 
-// The bound before each block and what is really there, by key, as far around the query as it pays to look.
-export function certificateChart(found, tolerance) {
-  const { position, numKeys, first, end, steps, share, before, after } = found;
+// The bound before each block and what is really there, by key, as far from the query as pays.
+export function certificateChart(visited, tolerance) {
+  const { position, numKeys, first, end, steps, share, before, after, ended } = visited;
   const beyond = (span) => Math.ceil(0.6 * span) + 8;
-  const low = found.ended[LEFT] === "hidden" ? position : Math.max(0, first - beyond(position - first));
-  const high = found.ended[RIGHT] === "hidden" ? position : Math.min(numKeys - 1, end + beyond(end - position));
+  const [isLeft, isRight] = ended.map((why) => why !== "hidden");
+  const low = isLeft ? Math.max(0, first - beyond(position - first)) : position;
+  const high = isRight ? Math.min(numKeys - 1, end + beyond(end - position)) : position;
   const floor = (tolerance > 0 ? share : 1e-12) * 1e-6;
   const nearest = (step) => (step.side === LEFT ? step.end - 1 : step.first);
   const there = steps.map((step) => ({ x: nearest(step), y: step.outside }));
   const block = Math.max(1, ...steps.map((step) => step.end - step.first));
-  for (const { side, read, first: from, end: to } of steps) {
-    if (read) continue; // what lies beyond the stop, where no bound was needed
-    if (side === LEFT) for (let s = from - 1; s >= low; s -= block) there.push({ x: s, y: before[s] });
-    else for (let s = to; s <= high; s += block) there.push({ x: s, y: after[s] });
+  for (const { side, first: from, end: to } of stopsOf(visited)) {
+    // What lies beyond the stop, where no bound was needed.
+    const [start, sums, way] = side === LEFT ? [from - 1, before, -block] : [to, after, block];
+    for (let s = start; low <= s && s <= high; s += way) there.push({ x: s, y: sums[s] });
   }
   const line = (points) =>
     [...points, { x: position, y: null }]
       .sort((a, b) => a.x - b.x)
       .map(({ x, y }) => ({ x, y: y === null || y < floor ? null : y }));
+  const middle = low < position && position < high ? position : undefined;
+  const stops = stopsOf(visited).map(nearest);
   return {
     label: "The bound on all keys further away, and what they really hold",
     x: {
@@ -132,8 +141,8 @@ export function certificateChart(found, tolerance) {
       at: (x) => `key ${grouped(x)} and all beyond`,
     },
     y: {
-      label: "share of the query\u2019s attention", log: true, low: tolerance > 0 ? share / 100 : 1e-12,
-      high: 1, format: (y) => scientific(y, 3),
+      label: "share of the query\u2019s attention", log: true,
+      low: tolerance > 0 ? share / 100 : 1e-12, high: 1, format: (y) => scientific(y),
     },
     lines: [
       {
@@ -143,24 +152,21 @@ export function certificateChart(found, tolerance) {
       { key: "there", name: "really", colour: "var(--negative)", points: line(there) },
     ],
     marks: [
-      ...(tolerance > 0 ? [{ y: share, text: "tolerance", middle: low < position && position < high ? position : undefined }] : []),
-      ...steps.filter((step) => !step.read).map((step) => ({ x: nearest(step), text: "stops" })),
+      ...(tolerance > 0 ? [{ y: share, text: "tolerance", middle }] : []),
+      ...stops.map((x) => ({ x, text: "stops" })),
     ],
-    start: steps.find((step) => !step.read) && nearest(steps.find((step) => !step.read)),
+    start: stops[0],
   };
 }
 
-// A share is at most 1; near the query, where little has been read yet, the bound itself says less than that.
+// A share is at most 1; near the query, where little has been read yet, the bound says less.
 const atMost = (step) => Math.min(1, Math.exp(step.bound));
 
-// A row for each block that the query came to, near to far.
-export function stepRows(found) {
-  return found.steps.map((step) => ({
+export function stepRows({ steps, share }) {
+  return steps.map((step) => ({
     head: `${grouped(step.first)} \u2013 ${grouped(step.end - 1)}`,
     cells: [
-      scientific(atMost(step), 4),
-      scientific(found.share, 4),
-      scientific(step.outside, 4),
+      ...[atMost(step), share, step.outside].map((value) => scientific(value, 4)),
       step.read ? "read" : "stop",
     ],
   }));

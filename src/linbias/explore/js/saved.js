@@ -1,31 +1,37 @@
-// What a view shows as a text such as "length=512&head=2", for the page's address. What makes no sense there is
-// ignored, as links are typed and cut.
+// What a view shows as a text such as "length=512&head=2", for the page's address. What makes no
+// sense there is ignored, as links are typed and cut.
 
 const asNumber = (text) => (text === "" ? NaN : Number(text));
 
-// readSaved(text, rules): a value for each rule, { start, is(value), read(text) }: of a number, or of true written as 1, where
-// the rule does not read it itself.
+// The values of a text by rules { start, is, read, name }: a number, or true written as 1, where
+// no `read` is given. `name` is that in the text; `is` and `read` get the values before it too.
 export function readSaved(text, rules) {
   const given = new URLSearchParams(text);
-  return Object.fromEntries(
-    Object.entries(rules).map(([name, { start, is, read = asNumber }]) => {
-      const value = given.has(name) ? read(given.get(name)) : null;
-      if (value === null || !is(value)) return [name, start];
-      return [name, typeof start === "boolean" ? value === 1 : value];
-    }),
-  );
+  const state = {};
+  for (const [key, { start, is, read = asNumber, name = key }] of Object.entries(rules)) {
+    const value = given.has(name) ? read(given.get(name), state) : null;
+    if (value === null || !is(value, state)) state[key] = start;
+    else state[key] = typeof start === "boolean" ? value === 1 : value;
+  }
+  return state;
 }
 
-// Only what differs from the start; of a list its entries.
+// Only what differs from the start.
 export function savedText(state, rules) {
-  const written = (value) => (typeof value === "boolean" ? String(Number(value)) : [value].flat().join(" "));
   const parts = new URLSearchParams();
-  for (const [name, { start }] of Object.entries(rules)) {
-    if (written(state[name]) !== written(start)) parts.set(name, written(state[name]));
+  for (const [key, { start, name = key }] of Object.entries(rules)) {
+    if (written(state[key]) !== written(start)) parts.set(name, written(state[key]));
   }
   return parts.toString();
 }
 
+function written(value) {
+  if (typeof value === "boolean") return String(Number(value));
+  if (value === null || typeof value !== "object") return String(value);
+  if (Array.isArray(value)) return value.join(" ");
+  return Object.entries(value).map((pair) => pair.join(":")).join(" ");
+}
+
 export const oneOf = (values) => (value) => values.includes(value);
 export const within = (low, high) => (value) => low <= value && value <= high;
-export const wholeUpTo = (most) => (value) => Number.isInteger(value) && 0 <= value && value <= most;
+export const wholeUpTo = (most) => (value) => Number.isInteger(value) && within(0, most)(value);

@@ -1,5 +1,4 @@
-// The page as a file: its data stand in it, what it shows stands behind # in its address, so that a link shows what
-// its sender saw.
+// The page as a file: what it shows stands behind # in its address, as a link for others.
 
 import { startPage } from "./page.js";
 
@@ -12,31 +11,28 @@ const address = {
   link: () => location.href,
 };
 
-// Under the name that the documentation's own pages use, so that the page in their frame follows them. Browsers may
-// keep nothing for a file.
+// Under the name that the documentation's own pages use, so that the page in their frame follows
+// them. Browsers may keep nothing for a file: then it holds until the page is left.
+const tryTo = (use) => {
+  try {
+    return use();
+  } catch {
+    return null;
+  }
+};
 const themes = {
-  read() {
-    try {
-      return localStorage.getItem("theme");
-    } catch {
-      return null;
-    }
-  },
-  write(theme) {
-    try {
-      localStorage.setItem("theme", theme);
-    } catch {
-      // it holds until the page is left
-    }
-  },
-  watch: (callback) => addEventListener("storage", (event) => event.key === "theme" && callback(event.newValue)),
+  read: () => tryTo(() => localStorage.getItem("theme")),
+  write: (theme) => tryTo(() => localStorage.setItem("theme", theme)),
+  watch: (callback) =>
+    addEventListener("storage", ({ key, newValue }) => key === "theme" && callback(newValue)),
 };
 
 const app = document.getElementById("app");
 startPage(app, JSON.parse(document.getElementById("data").textContent), address, themes);
 
-// In a frame it has no height of its own: the page around it is told how much room all of it takes.
+// In a frame it has no height of its own: the page around it is told how much room it takes.
 if (parent !== window) {
   app.classList.add("framed");
-  new ResizeObserver(() => parent.postMessage({ linbiasHeight: app.offsetHeight }, "*")).observe(app);
+  const tell = () => parent.postMessage({ linbiasHeight: app.offsetHeight }, "*");
+  new ResizeObserver(tell).observe(app);
 }

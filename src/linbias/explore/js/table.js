@@ -1,29 +1,25 @@
-// A table whose cells change in place: the browser lays it out again only where a text is another one.
+// A table whose cells change in place: the browser lays out anew only where a text is another one.
 
 import { element, setText } from "./dom.js";
 
-// dataTable({ caption }) -> { element, update(columns, rows) }; columns are headings, a row is { head, cells }
-// of texts, and `chosen` marks one row. A wide table scrolls in itself and can be reached by keyboard for that.
+// A row is { head, cells } of texts. A wide table scrolls in itself, and keys reach it for that.
 export function dataTable({ caption, corner = "" }) {
+  const heading = (scope, text = "") => element("th", { scope, dir: "auto" }, text);
   const head = element("tr");
   const body = element("tbody");
-  const title = element("span", {}, caption); // which stays in sight where the table scrolls
-  const table = element("table", {}, element("caption", {}, title), element("thead", {}, head), body);
+  const title = element("span", caption); // which stays in sight where the table scrolls
+  const table = element("table", element("caption", title), element("thead", head), body);
+  const attributes = { role: "region", tabindex: 0, "aria-label": caption };
+  const region = element("div.scroll", attributes, table);
   let shape = "";
 
   function build(columns, rows) {
-    head.replaceChildren(
-      element("th", { scope: "col", dir: "auto" }, corner),
-      ...columns.map(() => element("th", { scope: "col", dir: "auto" })),
-    );
+    head.replaceChildren(heading("col", corner), ...columns.map(() => heading("col")));
     body.replaceChildren(
-      ...rows.map((row) =>
-        element("tr", {}, element("th", { scope: "row", dir: "auto" }), row.cells.map(() => element("td"))),
-      ),
+      ...rows.map(({ cells }) => element("tr", heading("row"), cells.map(() => element("td")))),
     );
   }
 
-  const region = element("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": caption }, table);
   return {
     element: region,
     setCaption(text) {
@@ -36,10 +32,9 @@ export function dataTable({ caption, corner = "" }) {
       shape = wanted;
       columns.forEach((text, i) => setText(head.children[i + 1], text));
       rows.forEach((row, i) => {
-        const [first, ...cells] = body.children[i].children;
-        setText(first, row.head);
-        row.cells.forEach((text, j) => setText(cells[j], text));
-        body.children[i].classList.toggle("chosen", i === chosen);
+        const line = body.children[i];
+        [row.head, ...row.cells].forEach((text, j) => setText(line.children[j], text));
+        line.classList.toggle("chosen", i === chosen);
       });
     },
   };

@@ -7,37 +7,44 @@ import { MOST_PLACE, SPOKEN, stampsStory } from "./stamps_story.js";
 
 const list = (text) => text.split(" ").filter(Boolean).map(Number);
 const rises = (numbers, apart) => numbers.every((x, i) => i === 0 || x - numbers[i - 1] >= apart);
-const arePlaces = (x) => x.length === SPOKEN.length && rises(x, 0) && x[0] >= 0 && x.at(-1) <= MOST_PLACE;
-const areGates = (gates) => rises(gates, 1) && gates.every((gate) => gate > 0 && wholeUpTo(SPOKEN.length - 1)(gate));
+const arePlaces = (x) =>
+  x.length === SPOKEN.length && rises(x, 0) && x[0] >= 0 && x.at(-1) <= MOST_PLACE;
+const isGate = (gate) => gate > 0 && wholeUpTo(SPOKEN.length - 1)(gate);
 
-// Of the line its slope, places and gates; of the plane its slope, metric and the token that looks.
 const WHERE_RULES = {
   slope: { start: 0.5, is: within(0, 1) },
-  x: { start: SPOKEN, is: arePlaces, read: list },
-  gates: { start: [], is: areGates, read: list },
-  plane: { start: 0.5, is: within(0, 1) },
+  places: { name: "x", start: SPOKEN, is: arePlaces, read: list },
+  gates: { start: [], is: (gates) => rises(gates, 1) && gates.every(isGate), read: list },
+  planeSlope: { name: "plane", start: 0.5, is: within(0, 1) },
   metric: { start: METRICS[0], is: oneOf(METRICS), read: String },
   query: { start: 24, is: wholeUpTo(NUM_POINTS) },
 };
 
 export function mountWhere(root, { example }, memory) {
   const state = readSaved(memory.read(), WHERE_RULES);
-  const later = debounce(() => memory.write(savedText(state, WHERE_RULES)), 60);
+  const later = debounce(() => memory.write(savedText(state, WHERE_RULES)));
+  const line = stampsStory({ example, onChange: change });
+  const plane = planeStory({
+    onChange: ({ slope = state.planeSlope, ...rest }) => change({ planeSlope: slope, ...rest }),
+  });
+
   function change(changes) {
     Object.assign(state, changes);
     draw();
     later();
   }
-  const line = stampsStory({ example, onChange: ({ places: x = state.x, ...others }) => change({ x, ...others }) });
-  const plane = planeStory({ onChange: ({ slope: own = state.plane, ...others }) => change({ plane: own, ...others }) });
+
   function draw() {
-    const { slope, x, gates, plane: own, metric, query } = state;
-    line.update({ slope, places: x, gates });
-    plane.update({ slope: own, metric, query });
+    line.update(state);
+    plane.update({ ...state, slope: state.planeSlope });
   }
+
   root.append(
-    element("h2", {}, "Where things stand"),
-    element("p", { class: "lede" }, "A linear bias asks how far apart two tokens are. Nothing says that distance must be counted in tokens."),
+    element("h2", "Where things stand"),
+    element("p.lede",
+      "A linear bias asks how far apart two tokens are. Nothing says that distance must be " +
+        "counted in tokens.",
+    ),
     line.element,
     plane.element,
   );

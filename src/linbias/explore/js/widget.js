@@ -1,22 +1,23 @@
-// The page inside a notebook: the same views in a shadow root, where the notebook's style does not reach them.
+// The page inside a notebook, in a shadow root, where the notebook's style does not reach it.
 
 import { element } from "./dom.js";
 import { startPage } from "./page.js";
 
 // What anywidget calls: `model` holds the Python side's data, stylesheet and state.
 export function renderWidget({ model, el }) {
-  const app = element("div", { class: "explore notebook", tabindex: "-1" });
+  const app = element("div.explore.notebook", { tabindex: -1 });
   const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
   if (jpThemeLight === "false" || vscodeThemeKind === "vscode-dark") app.dataset.theme = "dark";
-  // Keys typed here are no shortcuts of the notebook: JupyterLab, which sees them first, asks for this attribute; others
-  // listen further out. The focus stays here wherever one clicks, on words or a button that is disabled then.
+  // Keys typed here are no shortcuts of the notebook: JupyterLab, which sees them first, asks for
+  // this attribute; others listen further out. The focus stays here wherever one clicks, on words
+  // or a button that is disabled then.
   el.dataset.lmSuppressShortcuts = "true";
   el.addEventListener("keydown", (event) => event.stopPropagation());
   const root = el.attachShadow({ mode: "open" });
   app.addEventListener("click", () => {
     if (root.activeElement?.matches(":disabled") ?? true) app.focus({ preventScroll: true });
   });
-  root.append(element("style", {}, model.get("stylesheet")), app);
+  root.append(element("style", model.get("stylesheet")), app);
   let written = null;
   startPage(app, JSON.parse(model.get("data")), {
     read: () => model.get("state"),
