@@ -395,7 +395,7 @@ def is_fused(model: Any) -> bool:
 @pytest.mark.parametrize(("make", "layers"), [(bloom, "h"), (mpt, "blocks"), (FALCON_OF_TWO, "h")])
 @torch.no_grad()
 def test_split_over_devices(make: Any, layers: str, tmp_path: Path) -> None:
-    """Layers that lie on disk, what a layer on another device is given, a model without numbers."""
+    """Layers that lie on disk, and a model without numbers."""
     _, fused = pair(make)
     fused.save_pretrained(tmp_path / "a")
     ids, mask = batch()

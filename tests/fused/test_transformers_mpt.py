@@ -149,7 +149,7 @@ FOLDERS = {
 @pytest.mark.parametrize("config", FOLDERS.values(), ids=FOLDERS)
 @torch.no_grad()
 def test_original_folders(config: dict[str, Any], tmp_path: Path) -> None:
-    """Logits longer than trained, of a padded row, with a cache; training; and saved as it came."""
+    """Logits longer than trained, of a padded row, with a cache; and saved as it came."""
     tensors = weights(config)
     model = load(write_folder(tmp_path / "a", config, tensors))
     assert type(model) is LinbiasMptForCausalLM
