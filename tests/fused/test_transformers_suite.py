@@ -182,27 +182,27 @@ def a_cache_of_the_caller(model: Any) -> Any:
     return out
 
 
-@case
-def rows_of_a_cache_in_another_order(model: Any) -> Any:
-    cache = model(IDS[:, :7], use_cache=True).past_key_values
-    cache.reorder_cache(torch.tensor([2, 0, 0]))
-    return model(IDS[:, 7:8], past_key_values=cache).logits
+def behind_changed(change: Callable[[DynamicCache], Any]) -> Callable[[Any], Any]:
+    """The rest of the tokens behind a cache of nine, of which something changed."""
+
+    def case(model: Any) -> Any:
+        cache = model(IDS[:, :9], use_cache=True).past_key_values
+        change(cache)
+        return model(IDS[:, cache.get_seq_length() :], past_key_values=cache).logits
+
+    return case
 
 
-@case
-def a_cache_that_was_cropped(model: Any) -> Any:
-    cache = model(IDS[:, :9], use_cache=True).past_key_values
-    cache.crop(-4)
-    assert cache.get_seq_length() == 5
-    return model(IDS[:, 5:], past_key_values=cache).logits
-
-
-@case
-def rows_of_a_cache_repeated_and_chosen(model: Any) -> Any:
-    cache = model(IDS[:, :7], use_cache=True).past_key_values
+def repeat_and_choose(cache: DynamicCache) -> None:
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0, 3, 5]))
-    return model(IDS[:, 7:8], past_key_values=cache).logits
+
+
+CASES |= {
+    "a cache in another order": behind_changed(lambda x: x.reorder_cache(torch.tensor([2, 0, 0]))),
+    "a cache that was cropped": behind_changed(lambda x: x.crop(-4)),
+    "rows of a cache repeated and chosen": behind_changed(repeat_and_choose),
+}
 
 
 @case
@@ -521,21 +521,15 @@ def test_what_a_fused_model_refuses(name: str, family: str) -> None:
 
 
 @each_family
-def test_weights_of_attention_are_beside_what_a_model_says(family: str) -> None:
-    """On its own attention their gradient is that of what they weigh."""
-    model = fuse(build(family))
-    out = model(IDS, output_attentions=True)
+def test_weights_of_attention_and_padding_are_not_those_of_transformers(family: str) -> None:
+    """Weights are beside what is said, and have no gradient; padding sees nothing, and not all."""
+    model = build(family)
+    fused = fuse(copy.deepcopy(model))
+    out = fused(IDS, output_attentions=True)
     for weights in out.attentions:
         weights.retain_grad()
     out.logits.square().mean().backward()
     assert [weights.grad for weights in out.attentions] == [None, None]
-
-
-@each_family
-def test_what_padding_says_is_not_that_of_transformers(family: str) -> None:
-    """It sees nothing, and on Transformers' own attention what comes, too."""
-    model = build(family)
-    fused = fuse(copy.deepcopy(model))
     answers = (each(PADDED, attention_mask=MASK).logits[0, :4] for each in (fused, model))
     assert not torch.allclose(*answers, atol=1e-3)
 
