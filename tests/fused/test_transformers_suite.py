@@ -310,23 +310,6 @@ def tied_weights_stay_tied(model: Any) -> Any:
 
 
 @case
-def other_weights(model: Any) -> Any:
-    halves = {name: 0.5 * x for name, x in model.state_dict().items()}
-    assert not any(model.load_state_dict(halves))
-    return model(IDS).logits
-
-
-@case
-def a_step_of_training(model: Any) -> Any:
-    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.01)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(PADDED, attention_mask=MASK, labels=LABELS).loss.backward()
-        optimizer.step()
-    return dict(model.named_parameters())
-
-
-@case
 def reentrant_checkpointing_of_embeddings_that_want_gradients(model: Any) -> Any:
     for p in model.parameters():
         p.requires_grad_(False)

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,16 +27,16 @@ def read_documents(files: Sequence[str | Path]) -> list[Document]:
     """
     documents: list[Document] = []
     seen: dict[str, str] = {}  # by id, where it stands
-    for file in (file for name in files for file in _matching(str(name))):
-        for where, document in _read(file):
+    for name in map(str, files):
+        # A name alone is standard input, a pipe or nothing.
+        matching = [] if name == "-" else [*map(str, matching_files(name, "read_documents"))]
+        for where, document in chain.from_iterable(map(_read, matching or [name])):
             if not document.text.strip():
                 raise ValueError(f"read_documents: text must not be empty, got none in {where}")
-            before = seen.setdefault(str(document.id), where)
-            if before is not where:
-                raise ValueError(
-                    f"read_documents: ids must differ, got {document.id!r} in {before} and in "
-                    f"{where}"
-                )
+            if (before := seen.get(str(document.id))) is not None:
+                got = f"got {document.id!r} in {before} and in {where}"
+                raise ValueError(f"read_documents: ids must differ, {got}")
+            seen[str(document.id)] = where
             documents.append(document)
     if not documents:
         raise ValueError(
@@ -44,15 +45,10 @@ def read_documents(files: Sequence[str | Path]) -> list[Document]:
     return documents
 
 
-def _matching(name: str) -> Sequence[str | Path]:
-    """The files of a name; a name alone where it is standard input, a pipe or nothing."""
-    return (name != "-" and matching_files(name, "read_documents")) or [name]
-
-
-def _read(file: str | Path) -> Iterable[tuple[str, Document]]:
+def _read(file: str) -> Iterable[tuple[str, Document]]:
     """Each document of a file, and where it stands in words."""
     try:
-        content = sys.stdin.buffer.read() if str(file) == "-" else Path(file).read_bytes()
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         text = content.decode("utf-8-sig")
     except OSError as error:
         raise ValueError(
@@ -61,9 +57,9 @@ def _read(file: str | Path) -> Iterable[tuple[str, Document]]:
     except UnicodeDecodeError as error:
         got = f"got another byte at {error.start} of {file}"
         raise ValueError(f"read_documents: files must be UTF-8 text, {got}") from error
-    if str(file) == "-" or Path(file).suffix == ".jsonl":
-        return _lines(str(file), text)
-    return [(str(file), Document(str(file), text))]
+    if file == "-" or Path(file).suffix == ".jsonl":
+        return _lines(file, text)
+    return [(file, Document(file, text))]
 
 
 def _lines(file: str, content: str) -> Iterator[tuple[str, Document]]:

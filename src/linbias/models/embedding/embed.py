@@ -203,7 +203,11 @@ def _run(
     done = {} if log is None else {record.get("batch"): record for record in log.records}
     for number, batch in enumerate(batches):
         if number in done:
-            rows = _unpack(done[number].get("vectors"), len(batch), size)
+            try:
+                packed = base64.b64decode(done[number]["vectors"])
+                rows = np.frombuffer(packed, np.float32).reshape(len(batch), size)
+            except (LookupError, TypeError, ValueError) as error:
+                raise ValueError(f"embed: log.jsonl is damaged ({error})") from error
         else:
             rows = compute([tokens[i] for i in batch])
             if not (finite := np.isfinite(rows).all(axis=1)).all():
@@ -217,13 +221,6 @@ def _run(
         if progress is not None:
             progress(num_done, num_tokens)
     return vectors
-
-
-def _unpack(text: Any, rows: int, size: int) -> Vectors:
-    try:
-        return np.frombuffer(base64.b64decode(text), np.float32).reshape(rows, size)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"embed: log.jsonl is damaged ({error})") from error
 
 
 def _with_ids(documents: Sequence[Any]) -> list[Document]:
