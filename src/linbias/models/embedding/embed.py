@@ -24,12 +24,12 @@ from linbias._run.files import JsonLog
 from linbias._run.folders import hold_run_folder, open_run_folder
 from linbias.models.embedding.documents import Document
 from linbias.models.embedding.vectors import (
+    WRITERS,
     Embedded,
     Vectors,
     check_output,
     partial_folder,
     read_finished,
-    write,
 )
 from linbias.models.encoders.bert import LinbiasBertModel
 from linbias.models.loading import Files, load, load_tokenizer
@@ -150,7 +150,7 @@ def embed(
     with hold_run_folder(kept, "embed"):
         open_run_folder(kept / "settings.json", made_by, "embed")
         made = run(JsonLog(kept / "log.jsonl"))
-        write(target, made, made_by)
+        WRITERS[target.suffix](target, made, made_by)
     shutil.rmtree(kept)
     return made
 

@@ -27,10 +27,10 @@ class Embedded(NamedTuple):
 
 
 def check_output(output: Path) -> None:
-    """Check before any work that `write` will be able to write."""
-    if output.suffix not in _WRITERS:
+    """Check before any work that the file can be written."""
+    if output.suffix not in WRITERS:
         raise ValueError(
-            f"embed: output must end in one of {', '.join(_WRITERS)}, got {str(output)!r}"
+            f"embed: output must end in one of {', '.join(WRITERS)}, got {str(output)!r}"
         )
     if output.suffix == ".npy" and not (output.exists() or partial_folder(output).exists()):
         if (beside := beside_file(output)).exists():  # the ids of vectors that are gone
@@ -54,7 +54,7 @@ def beside_file(output: Path) -> Path:
 
 
 def read_finished(output: Path, settings: Settings, num_shortened: int) -> Embedded:
-    """What `write` wrote with the same settings; ValueError for any other file."""
+    """What a writer wrote with the same settings; ValueError for any other file."""
     try:
         vectors, ids, num_tokens, made_by = _READERS[output.suffix](output)
     except (OSError, EOFError, ValueError, TypeError, LookupError) as error:
@@ -67,11 +67,6 @@ def read_finished(output: Path, settings: Settings, num_shortened: int) -> Embed
         num_tokens=tuple(num_tokens),
         num_shortened=num_shortened,
     )
-
-
-def write(output: Path, made: Embedded, settings: Settings) -> None:
-    """Write a row per document, in the format that the ending of the output chooses."""
-    _WRITERS[output.suffix](output, made, settings)
 
 
 def _write_npy(output: Path, made: Embedded, settings: Settings) -> None:
@@ -126,4 +121,5 @@ def _read_parquet(output: Path) -> tuple[Any, ...]:
 
 
 _READERS = {".npy": _read_npy, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
-_WRITERS = {".npy": _write_npy, ".jsonl": _write_jsonl, ".parquet": _write_parquet}
+# By the ending of an output: what writes a row per document.
+WRITERS = {".npy": _write_npy, ".jsonl": _write_jsonl, ".parquet": _write_parquet}
