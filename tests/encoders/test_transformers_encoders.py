@@ -81,23 +81,20 @@ def original_weights(family: str, masked: bool = True, prefix: str = "bert.") ->
             norms.append(at + "mlp.layernorm")
             shapes[at + "mlp.gated_layers.weight"] = (2 * INNER, SIZE)
             linears[at + "mlp.wo"] = (SIZE, INNER)
-    for name, shape in linears.items():
+    if masked:
+        linears["cls.predictions.transform.dense"] = (SIZE, SIZE)
+        norms.append("cls.predictions.transform.LayerNorm")
+        bias = "decoder.bias" if family == "mosaic" else "bias"
+        shapes[f"cls.predictions.{bias}"] = (VOCABULARY,)
+    else:
+        linears["classifier"] = (3, SIZE)
+    for name, shape in (*linears.items(), *((name, (SIZE,)) for name in norms)):
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    for name in norms:
-        shapes |= {f"{name}.weight": (SIZE,), f"{name}.bias": (SIZE,)}
-    weights = {prefix + name: torch.randn(shape) * 0.3 for name, shape in shapes.items()}
-    if not masked:
-        head = {"classifier.weight": torch.randn(3, SIZE), "classifier.bias": torch.randn(3)}
-        return weights | head
-    bias = "decoder.bias" if family == "mosaic" else "bias"
-    head = {
-        "transform.dense.weight": torch.randn(SIZE, SIZE) * 0.3,
-        "transform.dense.bias": torch.randn(SIZE),
-        "transform.LayerNorm.weight": torch.randn(SIZE),
-        "transform.LayerNorm.bias": torch.randn(SIZE),
-        bias: torch.randn(VOCABULARY),
+    of_head = ("cls.", "classifier.")
+    return {
+        name if name.startswith(of_head) else prefix + name: torch.randn(shape) * 0.3
+        for name, shape in shapes.items()
     }
-    return weights | {f"cls.predictions.{name}": tensor for name, tensor in head.items()}
 
 
 def original(folder: Path, family: str = "jina", **changes: Any) -> Path:
