@@ -1,9 +1,7 @@
 """`linbias embed`: a vector for each document, however long."""
 
-import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,11 +83,11 @@ def test_a_document_of_more_than_8192_tokens_is_read_whole(tmp_path: Path) -> No
 
 
 def test_all_formats_hold_the_same(encoder: Path, tmp_path: Path) -> None:
-    lines = [
+    lines = (
         {"text": "far", "id": 7, "more": [1]},
         {"id": "x", "text": "near, near"},
         {"text": "n"},
-    ]
+    )
     written = "\n\n".join(map(json.dumps, lines))
     (tmp_path / "in.jsonl").write_text(written)
     for ending in ("npy", "jsonl", "parquet"):
@@ -156,6 +154,7 @@ def test_what_a_killed_run_left_is_continued_by_the_same_run_only(
     with pytest.raises(KeyboardInterrupt):
         embed(encoder, DOCUMENTS, output, batch_tokens=32, progress=stop)
     assert not output.exists() and (tmp_path / "v.npy.partial" / "log.jsonl").exists()
+    same = {"folder": encoder, "documents": DOCUMENTS, "output": output, "batch_tokens": 32}
     for changes, message in (
         ({"pooling": "cls"}, r"another run's, .*\(pooling is 'mean' there and 'cls' here\)"),
         ({"documents": DOCUMENTS[:-1]}, r"another run's, .*documents is '.* there and"),
@@ -163,10 +162,7 @@ def test_what_a_killed_run_left_is_continued_by_the_same_run_only(
         ({"folder": write_encoder(tmp_path / "other")}, r"\(model is '.* there and"),
     ):
         with pytest.raises(ValueError, match=message):
-            embed(
-                **{"folder": encoder, "documents": DOCUMENTS, "output": output, "batch_tokens": 32}
-                | changes
-            )
+            embed(**same | changes)
     computed: list[int] = []
     own = LinbiasBertModel.forward
 
@@ -175,14 +171,12 @@ def test_what_a_killed_run_left_is_continued_by_the_same_run_only(
         return own(self, ids, **inputs)
 
     monkeypatch.setattr(LinbiasBertModel, "forward", count)
-    resumed = embed(encoder, DOCUMENTS, output, batch_tokens=32)
+    resumed = embed(**same)
     assert computed == [2]  # of the batches [300], [13, 7], [4, 1]
     whole = embed(encoder, DOCUMENTS, batch_tokens=32)
     assert np.array_equal(resumed.vectors, whole.vectors)
     assert np.array_equal(np.load(output), whole.vectors)
-    with pytest.raises(
-        ValueError, match=r"output must not be another run's, got .*v\.npy \(batch"
-    ):
+    with pytest.raises(ValueError, match=r"must not be another run's, got .*v\.npy \(batch"):
         embed(encoder, DOCUMENTS, output)
 
 
@@ -238,10 +232,8 @@ def test_a_folder_and_a_glob_are_read_as_corpora_are(
     assert run(encoder, "docs", "-o", "v.npy").exit_code == 0
     assert np.load("v.npy").shape == (2, 32)
     (tmp_path / "empty").mkdir()
-    refused = run(encoder, "empty", "-o", "w.npy")
-    assert (
-        "error: FILES: must be text files that are not hidden, got none in empty" in refused.stderr
-    )
+    refused = run(encoder, "empty", "-o", "w.npy").stderr
+    assert "error: FILES: must be text files that are not hidden, got none in empty" in refused
 
 
 @pytest.mark.parametrize(
@@ -254,7 +246,7 @@ def test_a_folder_and_a_glob_are_read_as_corpora_are(
         ("a.jsonl", b'"text"', r'line 1 of .*a\.jsonl must be an object with "text"'),
         ("a.jsonl", b'\n{"text": "a}', r"line 2 of .*a\.jsonl must be JSON \("),
         ("a.jsonl", b'{"text": "a", "id": 1}\n{"text": "b", "id": "1"}', r"got '1' in line 1 .*2"),
-        ("a.jsonl", b'{"text": "a", "id": true}', r'"id" must be a string or an integer, got True'),
+        ("a.jsonl", b'{"text": "a", "id": true}', r'must be a string or an integer, got True'),
         ("a.jsonl", b'{"text": "\\ud800"}', r"got half of a surrogate pair"),
         ("a.jsonl", b"", r"files must hold a document, got"),
         ("b.txt", b"a", r"files must exist and be readable, got .*a\.txt \(No such file"),
@@ -266,18 +258,6 @@ def test_refused_documents(tmp_path: Path, name: str, content: bytes, message: s
         read_documents([tmp_path / name.replace("b.txt", "a.txt")])
 
 
-def test_the_same_file_twice_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("far")
-    with pytest.raises(ValueError, match=r"ids must differ, got '.*a\.txt'"):
-        read_documents([tmp_path / "a.txt", tmp_path / "a.txt"])
-
-
-def test_standard_input_is_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    stdin = SimpleNamespace(buffer=io.BytesIO(b'{"text": "far"}\n{"text": "near", "id": "n"}\n'))
-    monkeypatch.setattr("sys.stdin", stdin)
-    assert read_documents(["-"]) == [Document("-:1", "far"), Document("n", "near")]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -286,7 +266,7 @@ def test_standard_input_is_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"batch_tokens": 0}, r"batch_tokens must be at least 1, got 0"),
         ({"precision": "fp8"}, r"precision must be one of \('fp32', 'bf16', 'fp16'\), got 'fp8'"),
         ({"precision": "fp16", "device": "cpu"}, r"precision 'fp16' must have a GPU"),
-        ({"output": "v.csv"}, r"output must end in one of \.npy, \.jsonl, \.parquet, got 'v\.csv'"),
+        ({"output": "v.csv"}, r"must end in one of \.npy, \.jsonl, \.parquet, got 'v\.csv'"),
         ({"slope_scale": -1.0}, r"slope_scale must be None, 'interpolate' or a positive number"),
         ({"documents": []}, r"documents must be at least one, got none"),
         ({"documents": [DOCUMENTS[0]] * 2}, r"documents must have ids that differ"),
@@ -299,9 +279,7 @@ def test_refused_options(encoder: Path, options: dict[str, Any], message: str) -
 
 def test_refused_models(tmp_path: Path) -> None:
     small = write_encoder(tmp_path / "small", vocab_size=114)
-    with pytest.raises(
-        ValueError, match=r"tokens must be below vocab_size = 114, got 114 in 'd0'"
-    ):
+    with pytest.raises(ValueError, match=r"must be below vocab_size = 114, got 114 in 'd0'"):
         embed(small, DOCUMENTS)
     (small / "tokenizer.json").unlink()
     settings = small / "tokenizer_config.json"
@@ -310,9 +288,7 @@ def test_refused_models(tmp_path: Path) -> None:
         embed(small, DOCUMENTS)
     # Transformers makes up a tokenizer that knows no words.
     settings.write_text('{"tokenizer_class": "BertTokenizer"}')
-    with pytest.raises(
-        ValueError, match=r"must hold a tokenizer, and .*small' has no vocabulary file"
-    ):
+    with pytest.raises(ValueError, match=r"tokenizer, and .*small' has no vocabulary file"):
         embed(small, DOCUMENTS)
 
 

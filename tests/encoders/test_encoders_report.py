@@ -1,4 +1,4 @@
-"""The report of `evidence/runs/encoders.py`, made from records that are made up: what it says is what they say."""
+"""The report of `evidence/runs/encoders.py`, of records that are made up."""
 
 import json
 import math
@@ -22,21 +22,22 @@ BITS = {
 
 
 def records() -> list[dict[str, object]]:
-    plan = {"test_lengths": LENGTHS, "methods": METHODS, "margin": 24, "steps": 9, "batch_size": 2, "length": 64}  # fmt: skip
+    plan = {"test_lengths": LENGTHS, "methods": METHODS, "margin": 24}
+    plan |= {"steps": 9, "batch_size": 2, "length": 64}
     made = {"kind": "made", "plan": plan, "texts": {"stdlib": "8.5 MB to train on"}}
-    found = [{**made, "machine": "a machine", "versions": {"torch": "2"}, "date": "today"}]
-    found.append({"kind": "tune", "method": "rotary", "lr": 0.1, "validation_loss": 1.0})
+    rows = [{**made, "machine": "a machine", "versions": {"torch": "2"}, "date": "today"}]
+    rows.append({"kind": "tune", "method": "rotary", "lr": 0.1, "validation_loss": 1.0})
     for method, seed in product(METHODS, (1, 2)):
         key = {"corpus": "stdlib", "method": method, "seed": seed}
         for margin, (length, bits) in product((0, 24), zip(LENGTHS, BITS[method], strict=False)):
             gain = bits if margin == 0 else 2.5  # nothing is gained amid other tokens
             nll = (gain + 0.1 * (seed - 1)) * math.log(2)
             test = {"margin": margin, "length": length, "nll": nll}
-            found.append({"kind": "test", **key, **test, "num_scored": 9, "num_tokens": 60})
+            rows.append({"kind": "test", **key, **test, "num_scored": 9, "num_tokens": 60})
         slopes = {"left": [0.5, 0.25 * seed], "right": [0.5, 0.125]}
         trained = {"num_parameters": 1e6, "tokens": 1e6, "seconds": 60.0, "lr": 0.1}
-        found.append({"kind": "model", **key, **trained, "slopes": slopes})
-    return found
+        rows.append({"kind": "model", **key, **trained, "slopes": slopes})
+    return rows
 
 
 @pytest.fixture
@@ -58,10 +59,12 @@ def test_the_report_says_what_the_records_say(report, tmp_path: Path) -> None:
     assert "Not measured yet" not in text and (tmp_path / "encoders.png").stat().st_size > 10_000
     assert "Least loss at 64: rotary (2.550 bits" in text
     assert "Least loss at 256: asymmetric, learned (2.650)" in text
-    assert 'Recommended where inputs may be longer than in training: `encoder_position="asymmetric"`' in text  # fmt: skip
+    recommended = 'longer than in training: `encoder_position="asymmetric"`'
+    assert f"Recommended where inputs may be {recommended}" in text
     assert "| rotary | 2.550 ± 0.050 | 2.950 ± 0.050 | 5.050 ± 0.050 |" in text
     assert "| learned table | 3.250 ± 0.050 |  |  |" in text
-    verdicts = {line[2]: line for line in text.splitlines() if line[:2] == "| " and line[3:4] == "."}  # fmt: skip
+    numbered = (line for line in text.splitlines() if line[:2] == "| " and line[3:4] == ".")
+    verdicts = {line[2]: line for line in numbered}
     assert verdicts["1"].endswith("**holds**: 2.950 against 3.050, 2.650 against 2.850; 4 of 4 |")
     assert "**holds**: 0.000 bits gained against 0.200 in blocks; 2 of 2" in verdicts["2"]
     assert "**holds**: 2.550 against 2.950; 2 of 2" in verdicts["3"]
@@ -72,5 +75,5 @@ def test_the_report_says_what_the_records_say(report, tmp_path: Path) -> None:
 
 
 def test_a_seed_that_a_method_lacks_is_left_out(report) -> None:
-    found = [r for r in records() if (r.get("method"), r.get("seed")) != ("rotary", 2)]
-    assert report.Found(found).seeds == {"stdlib": [1]}
+    rows = [r for r in records() if (r.get("method"), r.get("seed")) != ("rotary", 2)]
+    assert report.Found(rows).seeds == {"stdlib": [1]}

@@ -1,7 +1,6 @@
-"""Existing encoders against a plain restatement of the original code and its golden data; folders of both forms."""
+"""Existing encoders against a plain restatement of the original code and its golden data."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -82,22 +81,25 @@ def original_weights(family: str, masked: bool = True, prefix: str = "bert.") ->
             norms.append(at + "mlp.layernorm")
             shapes[at + "mlp.gated_layers.weight"] = (2 * INNER, SIZE)
             linears[at + "mlp.wo"] = (SIZE, INNER)
-    for name, shape in linears.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    for name in norms:
-        shapes |= {f"{name}.weight": (SIZE,), f"{name}.bias": (SIZE,)}
-    weights = {prefix + name: torch.randn(shape) * 0.3 for name, shape in shapes.items()}
-    head = {"classifier.weight": torch.randn(3, SIZE), "classifier.bias": torch.randn(3)}
     if masked:
+        linears["cls.predictions.transform.dense"] = (SIZE, SIZE)
+        norms.append("cls.predictions.transform.LayerNorm")
         bias = "decoder.bias" if family == "mosaic" else "bias"
-        head = {
-            "cls.predictions.transform.dense.weight": torch.randn(SIZE, SIZE) * 0.3,
-            "cls.predictions.transform.dense.bias": torch.randn(SIZE),
-            "cls.predictions.transform.LayerNorm.weight": torch.randn(SIZE),
-            "cls.predictions.transform.LayerNorm.bias": torch.randn(SIZE),
-            f"cls.predictions.{bias}": torch.randn(VOCABULARY),
-        }
-    return weights | head
+        shapes[f"cls.predictions.{bias}"] = (VOCABULARY,)
+    else:
+        linears["classifier"] = (3, SIZE)
+    for name, shape in (*linears.items(), *((name, (SIZE,)) for name in norms)):
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    of_head = ("cls.", "classifier.")
+    return {
+        name if name.startswith(of_head) else prefix + name: torch.randn(shape) * 0.3
+        for name, shape in shapes.items()
+    }
+
+
+def original(folder: Path, family: str = "jina", **changes: Any) -> Path:
+    """A folder of the original code."""
+    return write_folder(folder, original_config(family, **changes), original_weights(family))
 
 
 def plain(
@@ -113,9 +115,8 @@ def plain(
         return F.layer_norm(x, (SIZE,), w[name + ".weight"], w[name + ".bias"], 1e-12)
 
     embedded = w["embeddings.word_embeddings.weight"][ids]
-    hidden = norm(
-        "embeddings.LayerNorm", embedded + w["embeddings.token_type_embeddings.weight"][types]
-    )
+    embedded = embedded + w["embeddings.token_type_embeddings.weight"][types]
+    hidden = norm("embeddings.LayerNorm", embedded)
     place = torch.arange(len(ids))
     distance = (place[:, None] - place).abs()
     bias = -torch.tensor(linbias.slopes(HEADS))[:, None, None] * distance
@@ -124,17 +125,15 @@ def plain(
         if family == "mosaic":
             q, k, v = linear(at + "attention.self.Wqkv", hidden).split(SIZE, dim=-1)
         else:
-            q, k, v = (
-                linear(at + f"attention.self.{x}", hidden) for x in ("query", "key", "value")
-            )
+            names = (f"{at}attention.self.{part}" for part in ("query", "key", "value"))
+            q, k, v = (linear(name, hidden) for name in names)
         if family == "jina-code":
             q = norm(at + "attention.self.layer_norm_q", q)
             k = norm(at + "attention.self.layer_norm_k", k)
         q, k, v = (x.unflatten(-1, (HEADS, -1)).transpose(0, 1) for x in (q, k, v))
         probabilities = (q @ k.mT / (SIZE // HEADS) ** 0.5 + bias).softmax(-1)
-        attended = linear(
-            at + "attention.output.dense", (probabilities @ v).transpose(0, 1).flatten(1)
-        )
+        gathered = (probabilities @ v).transpose(0, 1).flatten(1)
+        attended = linear(at + "attention.output.dense", gathered)
         normed = norm(at + "attention.output.LayerNorm", hidden + attended)
         if family == "jina-code":
             normed = norm(at + "layer_norm_1", hidden + normed)
@@ -145,20 +144,20 @@ def plain(
             gate, value = linear(at + "mlp.gated_layers", normed).split(INNER, dim=-1)
             act = F.gelu if family == "mosaic" else F.relu
             hidden = norm(at + "mlp.layernorm", normed + linear(at + "mlp.wo", act(gate) * value))
-    found = {"hidden": hidden, "pooled": linear("pooler.dense", hidden[0]).tanh()}
+    out = {"hidden": hidden, "pooled": linear("pooler.dense", hidden[0]).tanh()}
     if "cls.predictions.transform.dense.weight" in w:
         transformed = F.gelu(linear("cls.predictions.transform.dense", hidden))
         transformed = norm("cls.predictions.transform.LayerNorm", transformed)
         bias = w.get("cls.predictions.bias", w.get("cls.predictions.decoder.bias"))
-        found["logits"] = transformed @ w["embeddings.word_embeddings.weight"].T + bias
+        out["logits"] = transformed @ w["embeddings.word_embeddings.weight"].T + bias
     else:
-        found["classes"] = linear("classifier", found["pooled"])
-        found["token classes"] = linear("classifier", hidden)
-    return found
+        out["classes"] = linear("classifier", out["pooled"])
+        out["token classes"] = linear("classifier", hidden)
+    return out
 
 
 def texts() -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, mask and token types [4, 19]: whole, padded behind, padded before, and one token alone."""
+    """Ids, mask and token types [4, 19]: whole, padded behind, padded before, one token alone."""
     ids = torch.randint(1, VOCABULARY, (4, 19))
     mask = torch.ones(4, 19, dtype=torch.int64)
     mask[1, 12:] = mask[2, :5] = mask[3, 1:] = 0
@@ -227,8 +226,7 @@ def test_attention_weights_and_hidden_states() -> None:
 
 
 @torch.no_grad()
-@torch.no_grad()
-def test_the_feed_forward_part_of_many_tokens_is_computed_in_pieces(
+def test_the_feed_forward_part_of_many_tokens_is_computed_in_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = masked_model().eval()
@@ -255,10 +253,9 @@ def test_split_over_devices(tmp_path: Path) -> None:
     install()
     ids, mask, _ = texts()
     here = dict.fromkeys(("encoder.embeddings", "encoder.layers.0", "transform", "norm"), "cpu")
+    where = here | {"encoder.layers.1": "disk", "decoder": "cpu"}
     loaded = AutoModelForMaskedLM.from_pretrained(
-        tmp_path / "a",
-        device_map=here | {"encoder.layers.1": "disk", "decoder": "cpu"},
-        offload_folder=tmp_path / "b",
+        tmp_path / "a", device_map=where, offload_folder=tmp_path / "b"
     )
     expected = model(ids, attention_mask=mask).logits
     assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
@@ -294,9 +291,8 @@ def test_longer_than_trained_and_scaled() -> None:
 def test_converted_and_back(family: str, tmp_path: Path) -> None:
     config, weights = original_config(family), original_weights(family)
     folder = write_folder(tmp_path / "original", config, weights)
-    (folder / "tokenizer_config.json").write_text(
-        '{"auto_map": {"AutoTokenizer": "code.X"}, "a": 1}'
-    )
+    remote = {"auto_map": {"AutoTokenizer": "code.X"}, "a": 1}
+    (folder / "tokenizer_config.json").write_text(json.dumps(remote))
     run = CliRunner().invoke(cli.app, ["convert", str(folder), "-o", str(tmp_path / "ours")])
     assert run.exit_code == 0, run.output
     install()
@@ -324,20 +320,14 @@ def test_sentence_transformers_loads_a_converted_jina(tmp_path: Path) -> None:
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
 
-    folder = write_folder(
-        tmp_path / "jina", original_config("jina"), original_weights("jina", prefix="")
-    )
+    config = original_config("jina", max_position_embeddings=8)
+    folder = write_folder(tmp_path / "jina", config, original_weights("jina", prefix=""))
     words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, "far": 2, "near": 3}, unk_token="[UNK]"))
     words.pre_tokenizer = Whitespace()
     words.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": "[PAD]",
-        "unk_token": "[UNK]",
-    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= {"pad_token": "[PAD]", "unk_token": "[UNK]"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    declared = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 8}
-    (folder / "config.json").write_text(json.dumps(declared))
     own = {"max_seq_length": 8, "do_lower_case": False}
     (folder / "sentence_bert_config.json").write_text(json.dumps(own))
     convert(folder, tmp_path / "ours")
@@ -350,18 +340,8 @@ def test_sentence_transformers_loads_a_converted_jina(tmp_path: Path) -> None:
         assert torch.allclose(torch.as_tensor(vector), hidden[0].mean(0), atol=1e-5)
 
 
-def test_pickled_weights_are_read(tmp_path: Path) -> None:
-    weights = original_weights("jina")
-    folder = write_folder(tmp_path / "jina", original_config("jina"), weights)
-    expected = load(folder).state_dict()
-    (folder / "model.safetensors").unlink()
-    torch.save(weights, folder / "pytorch_model.bin")
-    ours = load(folder).state_dict()
-    assert all(torch.equal(ours[name], expected[name]) for name in expected)
-
-
 def test_a_mistyped_name_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the Hub cannot be reached, nothing tries to for half a minute, and no flag of its library is touched."""
+    """Where the Hub cannot be reached, nothing tries to for half a minute."""
 
     def unreachable() -> None:
         raise ConnectionError
@@ -374,9 +354,8 @@ def test_a_mistyped_name_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "get_session", unreachable)
     monkeypatch.setattr(loading, "cached_file", look)
-    with pytest.raises(
-        ValueError, match=r"load: cannot read .*'jinaai/typo': there is no such folder"
-    ):
+    nowhere = r"load: cannot read .*'jinaai/typo': there is no such folder"
+    with pytest.raises(ValueError, match=nowhere):
         load("jinaai/typo")
     assert looked_only_here == [(True, False)]
     with pytest.raises(ValueError, match=r"load: folder must be a folder with .*got './typo'"):
@@ -390,15 +369,10 @@ def test_a_mistyped_name_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) ->
         ("config.json", b"{", r"config.json must be JSON"),
         ("config.json", b"[1]", r"config.json must hold a JSON object, got \[1\]"),
         ("pytorch_model.bin.index.json", b"{}", r"bin.index.json is damaged"),
-        (
-            "model.safetensors.index.json",
-            b'{"weight_map": {"a": 3}}',
-            r"index.json is damaged",
-        ),
     ],
 )
 def test_damaged_files(file: str, content: bytes, message: str, tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "x", original_config("jina"), original_weights("jina"))
+    folder = original(tmp_path)
     if file != "config.json":
         (folder / "model.safetensors").unlink()
     (folder / file).write_bytes(content)
@@ -413,22 +387,18 @@ def without(weights: dict[str, Tensor], *parts: str) -> dict[str, Tensor]:
 def test_a_new_head(tmp_path: Path) -> None:
     bare = without(original_weights("jina"), "cls.", "pooler")
     folder = write_folder(tmp_path / "jina", original_config("jina"), bare)
-    with pytest.raises(
-        ValueError, match=r"lacks classifier.bias, classifier.weight, .*pooler.bias, .*4 in all"
-    ):
+    lacks = r"lacks classifier.bias, classifier.weight, .*pooler.bias, .*4 in all"
+    with pytest.raises(ValueError, match=lacks):
         load(folder, task="sequence")
     model = load(folder, task="sequence", new_head=True, num_labels=5)
     assert isinstance(model, LinbiasBertForSequenceClassification)
     assert model.classifier.out_features == 5 and model.classifier.weight.std() > 0
     token = load(folder, task="token", new_head=True)
     assert isinstance(token, LinbiasBertForTokenClassification)
-    missing = write_folder(
-        tmp_path / "less", original_config("jina"), without(bare, "layer.1.mlp.wo")
-    )
-    with pytest.raises(
-        ValueError, match=r"lacks layers.1.feed_forward.out.bias, layers.1.feed_forward.out.weight"
-    ):
-        load(missing, new_head=True)
+    less = without(bare, "layer.1.mlp.wo")
+    lacks = r"lacks layers.1.feed_forward.out.bias, layers.1.feed_forward.out.weight"
+    with pytest.raises(ValueError, match=lacks):
+        load(write_folder(tmp_path / "less", original_config("jina"), less), new_head=True)
 
 
 @pytest.mark.parametrize(
@@ -441,63 +411,44 @@ def test_a_new_head(tmp_path: Path) -> None:
         ({"pad_token_id": 97}, r"pad_token_id must be None or in \[0, 97\), got 97"),
         ({"hidden_act": "os.system"}, r"hidden_act must be the name of an activation"),
         ({"feed_forward_type": "original"}, r"must be one of \('geglu', .*got 'original'"),
-        (
-            {"intermediate_size": 60},
-            r"feed_forward.gated.weight of shape \[128, 48\] where it asks for \[120",
-        ),
+        ({"intermediate_size": 60}, r"feed_forward.gated.weight of shape \[128, 48\] .* \[120"),
         (
             {"position_embedding_type": "absolute"},
-            r"a family that is known \(linbias, .*bloom.*jina-embeddings-v2.*\), .*got model_type 'bert'",
+            r"a family that is known \(linbias, .*bloom.*jina-emb.*\), .*got model_type 'bert'",
         ),
     ],
 )
 def test_refused_configurations(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    folder = write_folder(
-        tmp_path / "x", original_config("jina", **changes), original_weights("jina")
-    )
     with pytest.raises(ValueError, match=message):
-        load(folder)
+        load(original(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("bert.more", "more"), ("cls.predictions.decoder.weight", "decoder.weight")],
+)
+def test_unknown_weights_and_an_untied_decoder_are_refused(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    weights = original_weights("mosaic") | {name: torch.randn(VOCABULARY, SIZE)}
+    with pytest.raises(ValueError, match=f"has unknown weights: {message}"):
+        load(write_folder(tmp_path, original_config("mosaic"), weights), task="masked")
 
 
 def test_refused_folders(tmp_path: Path) -> None:
-    weights = original_weights("mosaic")
-    folder = write_folder(
-        tmp_path / "x", original_config("mosaic"), weights | {"bert.more": torch.ones(1)}
-    )
-    with pytest.raises(ValueError, match=r"has unknown weights: more"):
-        load(folder)
-    with pytest.raises(ValueError, match=r"task must be one of \('base', .*got 'classification'"):
-        load(folder, task="classification")
-    with pytest.raises(ValueError, match=r"LinbiasBertConfig has no field 'rope'"):
-        load(folder, rope=1)
-    with pytest.raises(ValueError, match=r"dtype must be a floating type of PyTorch, got 'int9'"):
-        load(folder, dtype="int9")
-    integers = {name: tensor.int() for name, tensor in weights.items()}
-    with pytest.raises(ValueError, match=r"must hold floating numbers, got torch.int32"):
-        load(write_folder(tmp_path / "integers", original_config("mosaic"), integers))
-    untied = weights | {"cls.predictions.decoder.weight": torch.randn(VOCABULARY, SIZE)}
-    with pytest.raises(ValueError, match=r"has unknown weights: decoder.weight"):
-        load(write_folder(tmp_path / "untied", original_config("mosaic"), untied), task="masked")
-    (folder / "config.json").write_text(json.dumps(original_config("mosaic")))
-    with pytest.raises(ValueError, match=r"task must be one of .*for .*MosaicBERT.*got 'causal'"):
-        load(folder, task="causal")
     with pytest.raises(ValueError, match=r"folder must be a folder with a config.json"):
         load(tmp_path)
-    (tmp_path / "y").mkdir()
-    shutil.copy(folder / "config.json", tmp_path / "y")
-    with pytest.raises(ValueError, match=r"it has no model.safetensors or"):
-        load(tmp_path / "y")
+    folder, own = original(tmp_path / "x", "mosaic"), tmp_path / "own"
     with pytest.raises(ValueError, match=r"output must not hold a model already"):
         convert(folder, folder)
-    own = tmp_path / "own"
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"it has no model.safetensors or"):
+        load(folder)
     masked_model().save_pretrained(own)
     with pytest.raises(ValueError, match=r"must come from an original folder to go back"):
         convert(own, tmp_path / "z", back=True)
-    model = masked_model()
-    with pytest.raises(
-        ValueError, match=r"one unbroken run of tokens per row, got 2 runs in row 0"
-    ):
-        model(torch.ones(1, 3, dtype=torch.int64), attention_mask=torch.tensor([[1, 0, 1]]))
+    with pytest.raises(ValueError, match=r"one unbroken run of tokens per row, got 2 runs in row"):
+        load(own)(torch.ones(1, 3, dtype=torch.int64), attention_mask=torch.tensor([[1, 0, 1]]))
 
 
 GOLDEN_FAMILIES = ("mosaicbert", "dnabert2", "jina-bert-v2", "jina-bert-v2-code")
@@ -515,35 +466,25 @@ def test_golden_data(family: str, tmp_path: Path) -> None:
         base = load(case)
         for name in ("T17", "T129", "T700"):
             mask = expected[f"{name}.attention_mask"]
-            inputs = {
-                "attention_mask": mask,
-                "token_type_ids": expected.get(f"{name}.token_type_ids"),
-            }
+            types = expected.get(f"{name}.token_type_ids")
+            inputs = {"attention_mask": mask, "token_type_ids": types}
             ids = expected[f"{name}.input_ids"]
             hidden = base(ids, **inputs).last_hidden_state
             assert_near(hidden.sum(1) / mask.sum(1, keepdim=True), expected[f"{name}.mean"], 2e-5)
-            assert_near(
-                at_positions(hidden, mask, name, expected), expected[f"{name}.hidden"], 2e-5
-            )
+            shown = at_positions(hidden, mask, name, expected)
+            assert_near(shown, expected[f"{name}.hidden"], 2e-5)
             if model is not None:
                 logits = at_positions(model(ids, **inputs).logits, mask, name, expected)
                 assert_near(logits, expected[f"{name}.logits"], 2e-5)
         if (case / "classification.safetensors").exists():
-            both = load_file(case / "model.safetensors") | load_file(
-                case / "classification.safetensors"
-            )
-            whole = write_folder(
-                tmp_path / case.name, json.loads((case / "config.json").read_text()), both
-            )
-            inputs = {
-                name: expected[f"T17.{name}"]
-                for name in ("input_ids", "attention_mask", "token_type_ids")
-            }
-            assert_near(
-                load(whole, task="sequence")(**inputs).logits,
-                expected["T17.classification"],
-                2e-5,
-            )
+            head = load_file(case / "classification.safetensors")
+            config = json.loads((case / "config.json").read_text())
+            both = load_file(case / "model.safetensors") | head
+            whole = write_folder(tmp_path / case.name, config, both)
+            names = ("input_ids", "attention_mask", "token_type_ids")
+            inputs = {name: expected[f"T17.{name}"] for name in names}
+            classes = load(whole, task="sequence")(**inputs).logits
+            assert_near(classes, expected["T17.classification"], 2e-5)
             assert_near(load(whole)(**inputs).pooler_output, expected["T17.pooler"], 2e-5)
 
 
@@ -551,23 +492,19 @@ def test_golden_data(family: str, tmp_path: Path) -> None:
 @needs_released
 @torch.no_grad()
 def test_golden_data_in_bfloat16() -> None:
-    """Nearer to the float32 truth than the reference is in bfloat16, or as near as dense attention on this processor.
+    """Nearer to the float32 truth than the reference, or as near as dense attention is here.
 
-    How PyTorch's linear layers round bfloat16 differs from processor to processor, and the reference ran on another.
+    Processors round bfloat16 differently, and the reference ran on another.
     """
     for case in sorted((RELEASED / "jina-bert-v2").iterdir()):
         expected = load_file(case / "expected.safetensors")
         fused = load(case, dtype=torch.bfloat16)
-        config = LinbiasBertConfig.from_dict(
-            fused.config.to_dict() | {"attention_implementation": "dense"}
-        )
-        dense = type(fused)(config).to(torch.bfloat16).eval()
-        dense.load_state_dict(fused.state_dict())
+        dense = load(case, dtype=torch.bfloat16, attention_implementation="dense")
         for name in ("T129", "T700"):
             mask, truth = expected[f"{name}.attention_mask"], expected[f"{name}.hidden"]
             ids = expected[f"{name}.input_ids"]
-            found = (base(ids, attention_mask=mask).last_hidden_state for base in (fused, dense))
-            ours, plain = (at_positions(x.float(), mask, name, expected) for x in found)
+            hidden = (base(ids, attention_mask=mask).last_hidden_state for base in (fused, dense))
+            ours, plain = (at_positions(x.float(), mask, name, expected) for x in hidden)
             theirs = expected[f"{name}.bfloat16.hidden"].float()
             reference, own, here = ((x - truth).norm() for x in (theirs, ours, plain))
             assert own < max(reference, 1.02 * here), (case, name)

@@ -1,4 +1,4 @@
-"""MPT with what Transformers' class leaves out: against llm-foundry's attention, and a whole model in plain float64."""
+"""MPT with what Transformers' class leaves out: against llm-foundry's, and in float64."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MptForCausalLM
 
 import linbias
-from linbias.data.tokenizers import byte_tokenizer
-from linbias.models import fuse, load, load_tokenizer, unfuse
+from linbias.models import fuse, load, unfuse
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
 from linbias.models.scale import with_slopes
 from small_models import GREEDY, assert_near, write_folder
@@ -24,13 +23,12 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "mpt_attention.safetensors"
 GROUPED = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
 VOCABULARY, SIZE, HEADS = 97, 48, 6
 
-# As in the file of the numbers, which the attention classes of llm-foundry 0.22 computed for random weights.
+MULTIQUERY = {"attn_type": "multiquery_attention"}
+# As in the file of the numbers, which the attention of llm-foundry 0.22 computed.
 ATTENTION = {
     "grouped qk_ln": {**GROUPED, "qk_ln": True},
     "grouped qk_gn": {**GROUPED, "kv_n_heads": 3, "qk_gn": True, "alibi_bias_max": 16},
-    "multiquery clip_qkv": {
-        **{"attn_type": "multiquery_attention", "clip_qkv": 1.5, "softmax_scale": 0.2}
-    },
+    "multiquery clip_qkv": {**MULTIQUERY, "clip_qkv": 1.5, "softmax_scale": 0.2},
     "multihead qk_ln": {"qk_ln": True},
 }
 
@@ -71,12 +69,12 @@ def weights(config: dict[str, Any]) -> dict[str, Tensor]:
         if attention["qk_ln"]:
             inside |= {"attn.q_ln": (SIZE,), "attn.k_ln": (shared,)}
         shapes |= {f"blocks.{layer}.{name}": shape for name, shape in inside.items()}
-    found = {}
+    tensors = {}
     for name, shape in shapes.items():
-        found[f"transformer.{name}.weight"] = torch.randn(shape) * 0.3 + (len(shape) == 1)
+        tensors[f"transformer.{name}.weight"] = torch.randn(shape) * 0.3 + (len(shape) == 1)
         if not config["no_bias"] and name != "wte":
-            found[f"transformer.{name}.bias"] = torch.randn(shape[:1]) * 0.3
-    return found
+            tensors[f"transformer.{name}.bias"] = torch.randn(shape[:1]) * 0.3
+    return tensors
 
 
 def plain(w: dict[str, Tensor], config: dict[str, Any], ids: Tensor) -> Tensor:
@@ -105,13 +103,9 @@ def plain(w: dict[str, Tensor], config: dict[str, Any], ids: Tensor) -> Tensor:
             q, k = norm(at + "attn.q_ln", q), norm(at + "attn.k_ln", k)
         gathered = []
         for head in range(HEADS):
-            group = head * k.shape[-1] // SIZE
-            own, theirs = (
-                slice(head * size, (head + 1) * size),
-                slice(group * size, (group + 1) * size),
-            )
-            scores = q[:, own] @ k[:, theirs].T * size**-0.5 + bias[head]
-            gathered.append(scores.softmax(-1) @ v[:, theirs])
+            of = [slice(h * size, (h + 1) * size) for h in (head, head * k.shape[-1] // SIZE)]
+            scores = q[:, of[0]] @ k[:, of[1]].T * size**-0.5 + bias[head]
+            gathered.append(scores.softmax(-1) @ v[:, of[1]])
         hidden = hidden + linear(at + "attn.out_proj", torch.cat(gathered, -1))
         inner = F.gelu(linear(at + "ffn.up_proj", norm(at + "norm_2", hidden)))
         hidden = hidden + linear(at + "ffn.down_proj", inner)
@@ -148,16 +142,17 @@ FOLDERS = {
         expansion_ratio=2.5,
         logit_scale="inv_sqrt_d_model",
     ),
-    "one key head": original({"attn_type": "multiquery_attention"}),
+    "one key head": original(MULTIQUERY),
 }
 
 
 @pytest.mark.parametrize("config", FOLDERS.values(), ids=FOLDERS)
 @torch.no_grad()
 def test_original_folders(config: dict[str, Any], tmp_path: Path) -> None:
-    """Logits longer than trained, of a padded row, with a cache; training; and saved as it came."""
+    """Logits longer than trained, of a padded row, with a cache; and saved as it came."""
     tensors = weights(config)
     model = load(write_folder(tmp_path / "a", config, tensors))
+    assert type(model) is LinbiasMptForCausalLM
     ids, mask = torch.randint(VOCABULARY, (2, 60)), torch.ones(2, 60, dtype=torch.int64)
     mask[0, :25] = 0
     logits = model(ids, attention_mask=mask).logits
@@ -173,18 +168,23 @@ def test_original_folders(config: dict[str, Any], tmp_path: Path) -> None:
     assert saved.keys() == tensors.keys()
     again = load(tmp_path / "b")
     assert torch.equal(again(ids).logits, model(ids).logits)
-    assert not torch.equal(load(tmp_path / "b", slope_scale=0.5)(ids).logits, model(ids).logits)
+    assert not torch.equal(load(tmp_path / "b", slope_scale=0.5)(ids).logits, again(ids).logits)
+    with with_slopes(again, 0.5):
+        assert not torch.equal(again(ids).logits, model(ids).logits)
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 @torch.no_grad()
-def test_a_plain_model_saved_here_runs_in_transformers(tmp_path: Path) -> None:
+def test_plain_models_go_to_transformers_and_come_from_it(tmp_path: Path) -> None:
     sizes = {"vocab_size": VOCABULARY, "d_model": SIZE, "n_heads": HEADS, "n_layers": 2}
     config = LinbiasMptConfig(**sizes, no_bias=True, attn_config={"alibi": True})
     model = LinbiasMptForCausalLM(config).eval()
-    model.save_pretrained(tmp_path)
-    theirs = MptForCausalLM.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "a")
+    theirs = MptForCausalLM.from_pretrained(tmp_path / "a")
     ids = torch.randint(VOCABULARY, (1, 30))
     assert_near(theirs(ids).logits, model(ids).logits)
+    released = write_folder(tmp_path / "b", original({"attn_pdrop": 0}), weights(original()))
+    assert type(load(released)) is MptForCausalLM
 
 
 def test_training_and_generation() -> None:
@@ -200,48 +200,35 @@ def test_training_and_generation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "changes", "message"),
+    ("attention", "message"),
     [
-        ({"alibi": False}, {}, r"must have attn_config.alibi = True, got False"),
-        (
-            {"rope": True},
-            {},
-            r"attn_config.rope of an MPT model must be False, got True; all else",
-        ),
-        (
-            {"sliding_window_size": 64},
-            {},
-            r"sliding_window_size of an MPT model must be -1, got 64",
-        ),
-        (
-            {"kv_n_heads": 4, "attn_type": "grouped_query_attention"},
-            {},
-            r"a divisor of 6 heads, got 4",
-        ),
-        ({"attn_type": "flash"}, {}, r"attn_type must be one of .*got 'flash'"),
-        ({"alibi_bias_max": 0}, {}, r"alibi_bias_max must be a positive number, got 0"),
-        ({"clip_qkv": "6"}, {}, r"clip_qkv must be None or a positive number, got '6'"),
-        ({}, {"attn_config": 3}, r"attn_config must be a mapping, got 3"),
-        (
-            {},
-            {"ffn_config": {"ffn_type": "mptglu"}},
-            r"ffn_config.ffn_type .*'mptmlp', got 'mptglu'",
-        ),
-        ({}, {"norm_type": "rmsnorm"}, r"norm_type of an MPT model must be 'low_precision_l"),
-        ({}, {"n_layers": 10**9}, r"num_hidden_layers must be at most 2048"),
-        ({}, {"d_model": 47}, r"d_model must be a multiple of 6 heads, got 47"),
-        ({}, {"expansion_ratio": 1e9}, r"expansion_ratio must be such that"),
-        (
-            {},
-            {"logit_scale": "big"},
-            r"logit_scale must be None, 'inv_sqrt_d_model' or a positive",
-        ),
+        ({"alibi": False}, r"must have attn_config.alibi = True, got False"),
+        ({"rope": True}, r"attn_config.rope of an MPT model must be False, got True; all else"),
+        ({"sliding_window_size": 64}, r"sliding_window_size of an MPT model must be -1, got 64"),
+        ({**GROUPED, "kv_n_heads": 4}, r"a divisor of 6 heads, got 4"),
+        ({"attn_type": "flash"}, r"attn_type must be one of .*got 'flash'"),
+        ({"alibi_bias_max": 0}, r"alibi_bias_max must be a positive number, got 0"),
+        ({"clip_qkv": "6"}, r"clip_qkv must be None or a positive number, got '6'"),
     ],
 )
-def test_refused_configurations(
-    attention: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(original(attention) | changes))
+def test_refused_attention(attention: dict[str, Any], message: str, tmp_path: Path) -> None:
+    test_refused_configurations(original(attention), message, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_config": 3}, r"attn_config must be a mapping, got 3"),
+        ({"ffn_config": {"ffn_type": "mptglu"}}, r"ffn_config.ffn_type .*'mptmlp', got 'mptglu'"),
+        ({"norm_type": "rmsnorm"}, r"norm_type of an MPT model must be 'low_precision_l"),
+        ({"n_layers": 10**9}, r"num_hidden_layers must be at most 2048"),
+        ({"d_model": 47}, r"d_model must be a multiple of 6 heads, got 47"),
+        ({"expansion_ratio": 1e9}, r"expansion_ratio must be such that"),
+        ({"logit_scale": "big"}, r"logit_scale must be None, 'inv_sqrt_d_model' or a positive"),
+    ],
+)
+def test_refused_configurations(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(original() | changes))
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
 
@@ -249,42 +236,41 @@ def test_refused_configurations(
 def test_weights_that_contradict_the_configuration(tmp_path: Path) -> None:
     config = original({"qk_ln": True})
     tensors = weights(config)
-
-    def refused(message: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    less = {name: x for name, x in tensors.items() if "1.ffn" not in name}
+    grouped = original({**GROUPED, "qk_ln": True})
+    untied = original(tie_word_embeddings=False)
+    unknown = "has unknown weights: transformer.blocks.0.attn.k_ln.weight, .*4 in all"
+    lacks = r"lacks transformer.blocks.1.ffn.down_proj.weight, .*2 in all"
+    wide = (
+        r"has transformer.blocks.0.attn.Wqkv.weight of shape \[144, 48\] where it asks for "
+        r"\[80, 48\].*4 in all"
+    )
+    for message, asked, stored in (
+        (unknown, original(), tensors),
+        (lacks, config, less),
+        (wide, grouped, tensors),
+        (rf"lacks .*2 in all.*; {wide}", grouped, less),
+        (r"lacks lm_head.weight \(1 in all\)", untied, weights(original())),
+    ):
         with pytest.raises(
             ValueError, match=rf"load: .*x' must fit its config.json, but {message}"
         ):
-            load(write_folder(tmp_path / "x", config, tensors))
-
-    refused(
-        "has unknown weights: transformer.blocks.0.attn.k_ln.weight, .*4 in all",
-        original(),
-        tensors,
-    )
-    less = {name: x for name, x in tensors.items() if "1.ffn" not in name}
-    refused(r"lacks transformer.blocks.1.ffn.down_proj.weight, .*2 in all", config, less)
-    grouped = original({**GROUPED, "qk_ln": True})
-    wide = r"has transformer.blocks.0.attn.Wqkv.weight of shape \[144, 48\] where it asks for \[80, 48\].*4 in all"
-    refused(wide, grouped, tensors)
-    refused(rf"lacks .*2 in all.*; {wide}", grouped, less)
-    untied = original(tie_word_embeddings=False)
-    refused(r"lacks lm_head.weight \(1 in all\)", untied, weights(original()))
+            load(write_folder(tmp_path / "x", asked, stored))
     with pytest.raises(ValueError, match=r"cannot read a model at 'mosaicml/typo'"):
         load("mosaicml/typo")
 
 
+@pytest.mark.parametrize("part", [{"logit_scale": 0.5}, {"no_bias": False}, {"norm_eps": 1e-3}])
 def test_the_class_of_transformers_is_refused_where_it_leaves_something_out(
-    tmp_path: Path,
+    part: dict[str, Any], tmp_path: Path
 ) -> None:
-    for config in (original(logit_scale=0.5), original(no_bias=False), original(norm_eps=1e-3)):
-        folder = write_folder(
-            tmp_path / "x", config | {"attn_config": {"alibi": True}}, weights(original())
-        )
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        with pytest.raises(
-            ValueError, match=r"leaves it out, linbias.models.load\(folder\) does not"
-        ):
-            fuse(model)
+    config = original(**part, attn_config={"alibi": True})
+    model = AutoModelForCausalLM.from_pretrained(
+        write_folder(tmp_path, config, weights(original()))
+    )
+    reason = r"leaves it out, linbias.models.load\(folder\) does not"
+    with pytest.raises(ValueError, match=reason):
+        fuse(model)
 
 
 @torch.no_grad()
@@ -292,29 +278,15 @@ def test_it_is_always_fused() -> None:
     """`unfuse` undoes the options of `fuse`, and no more."""
     model = LinbiasMptForCausalLM(LinbiasMptConfig.from_dict(original())).eval()
     ids = torch.arange(30)[None]
-    with pytest.raises(
-        ValueError, match=r"unfuse: .*got a LinbiasMptForCausalLM, which is always"
-    ):
+    always = r"unfuse: .*got a LinbiasMptForCausalLM, which is always"
+    with pytest.raises(ValueError, match=always):
         unfuse(model)
     before = model(ids).logits
     scaled = fuse(model, slope_scale=2.0)(ids).logits
     assert not torch.equal(scaled, before)
     assert torch.equal(unfuse(model)(ids).logits, before)
+    with pytest.raises(ValueError, match=r"position_ids of a fused model must count on"):
+        model(ids, position_ids=ids % 7)
     model.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match=r"attn_implementation must be 'linbias'"):
         model(ids)
-
-
-@pytest.mark.parametrize("config", FOLDERS.values(), ids=FOLDERS)
-def test_folders_are_loaded_by_what_can_run_them(config: dict[str, Any], tmp_path: Path) -> None:
-    model = load(write_folder(tmp_path, config, weights(config)))
-    assert type(model) is LinbiasMptForCausalLM
-    byte_tokenizer().save(tmp_path)
-    assert load_tokenizer(tmp_path)("ab")["input_ids"] == [97, 98]
-    ids = torch.arange(30)[None]
-    before = model(ids).logits
-    with with_slopes(model, 0.5):
-        assert not torch.equal(model(ids).logits, before)
-    assert torch.equal(model(ids).logits, before)
-    released = write_folder(tmp_path / "b", original({"attn_pdrop": 0}), weights(original()))
-    assert type(load(released)) is MptForCausalLM

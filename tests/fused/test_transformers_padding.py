@@ -27,22 +27,24 @@ def read(mask: list[list[int]], num_cached: int = 0) -> TokenLayout:
 
 
 @pytest.mark.parametrize(
-    ("row", "first", "end", "positions"),
+    ("row", "range_", "positions"),
     [
-        ([1, 1, 1, 1, 1], 0, 5, [0, 1, 2, 3, 4]),
-        ([0, 0, 1, 1, 1], 2, 5, [0, 0, 0, 1, 2]),
-        ([1, 1, 1, 0, 0], 0, 3, [0, 1, 2, 2, 2]),
-        ([0, 1, 1, 0, 0], 1, 3, [0, 0, 1, 1, 1]),
-        ([0, 0, 0, 0, 1], 4, 5, [0, 0, 0, 0, 0]),
+        ([1, 1, 1, 1, 1], [0, 5], [0, 1, 2, 3, 4]),
+        ([0, 0, 1, 1, 1], [2, 5], [0, 0, 0, 1, 2]),
+        ([1, 1, 1, 0, 0], [0, 3], [0, 1, 2, 2, 2]),
+        ([0, 1, 1, 0, 0], [1, 3], [0, 0, 1, 1, 1]),
+        ([0, 0, 0, 0, 1], [4, 5], [0, 0, 0, 0, 0]),
+        ([0, 0, 0, 0, 0], None, [0, 0, 0, 0, 0]),  # an empty one, wherever
     ],
     ids=str,
 )
 @pytest.mark.parametrize("num_cached", [0, 2, 4])
 def test_each_kind_of_padding(
-    row: list[int], first: int, end: int, positions: list[int], num_cached: int
+    row: list[int], range_: list[int] | None, positions: list[int], num_cached: int
 ) -> None:
     padding = read([row, [0, 0, 0, 1, 1]], num_cached)
-    assert padding.key_range[0].tolist() == [first, end]
+    first, end = padding.key_range[0].tolist()
+    assert [first, end] == range_ or (range_ is None and first == end)
     assert padding.query_start.tolist() == [num_cached] * 2
     assert padding.positions[0].tolist() == positions[num_cached:]
 
@@ -55,19 +57,12 @@ def test_a_mask_may_be_as_long_as_the_room_of_a_static_cache() -> None:
     ids = torch.zeros(2, 2)
     whole = read_attention_mask("model", longer, ids, 1, has_room=True)
     assert torch.equal(whole.is_token, mask == 1)
+    shape = r"attention_mask must have shape \[B, S\] = "
     for options in ({}, {"has_room": True}):
-        with pytest.raises(
-            ValueError, match=r"attention_mask must have shape \[B, S\] = \[2, 9\]"
-        ):
+        with pytest.raises(ValueError, match=rf"{shape}\[2, 9\]"):
             read_attention_mask("model", longer, torch.zeros(2, 8), 1, **options)
-    with pytest.raises(ValueError, match=r"attention_mask must have shape \[B, S\] = \[2, 3\]"):
+    with pytest.raises(ValueError, match=rf"{shape}\[2, 3\]"):
         read_attention_mask("model", longer, ids, 1)
-
-
-def test_a_row_of_padding_alone_has_an_empty_range() -> None:
-    padding = read([[0, 0, 0], [1, 1, 1]])
-    first, end = padding.key_range[0].tolist()
-    assert first == end and padding.positions[0].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(2, 5), torch.full((2, 5), True)])
@@ -84,24 +79,21 @@ def test_the_last_queries_stand_where_they_stood() -> None:
     assert padding.key_range.tolist() == [[1, 4], [0, 3]]
 
 
+RUN = r"mark one unbroken run of tokens per row, got"
+SHAPE = r"have shape \[B, S\]"
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        ([[1, 1, 1], [1, 0, 1]], r"got 2 runs in row 1$"),
-        ([[1, 0, 1, 0, 1], [1, 0, 1, 1, 1]], r"got 3 runs in row 0$"),
+        (torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 1]]), rf"{RUN} 2 runs in row 1$"),
+        (torch.tensor([[1, 0, 1, 0, 1], [1, 0, 1, 1, 1]]), rf"{RUN} 3 runs in row 0$"),
+        *((torch.ones(shape), SHAPE) for shape in ([2, 4], [1, 5], [2, 1, 5, 5], [5])),
     ],
-    ids=str,
 )
-def test_gaps_are_refused_by_their_row(mask: list[list[int]], message: str) -> None:
-    rule = r"^model: attention_mask must mark one unbroken run of tokens per row, "
-    with pytest.raises(ValueError, match=rule + message):
-        read(mask)
-
-
-def test_a_mask_of_another_shape_is_refused() -> None:
-    for shape in ([2, 4], [1, 5], [2, 1, 5, 5], [5]):
-        with pytest.raises(ValueError, match=r"^model: attention_mask must have shape \[B, S\]"):
-            read_attention_mask("model", torch.ones(shape), torch.zeros(2, 3), num_cached=2)
+def test_gaps_and_other_shapes_are_refused(mask: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^model: attention_mask must {message}"):
+        read_attention_mask("model", mask, torch.zeros(2, 3), num_cached=2)
 
 
 @pytest.mark.parametrize("position", rows("alibi", ("alibi",), ("t5",), ("learned",)))
@@ -133,8 +125,8 @@ def test_a_compiled_model_refuses_gaps_when_it_runs(kind: str) -> None:
         compiled(ids, attention_mask=mask, use_cache=False)
 
 
-# Padding on the right, in models. What comes after a token never reaches it, so these would hold with the
-# padding read as tokens; with it hidden, what is said at padding tokens and the slopes are right too.
+# In models. What is said at padding on the right and the slopes tell whether it is hidden: what
+# comes after a token never reaches it.
 
 
 @both_families
@@ -155,9 +147,8 @@ def test_padding_on_either_side_leaves_tokens_alone(
 @pytest.mark.parametrize("implementation", ["auto", "dense", "blocked"])
 @torch.no_grad()
 def test_interpolated_slopes_do_not_count_padding_on_the_right(implementation: str) -> None:
-    model = build(
-        slope_scale="interpolate", train_length=4, attention_implementation=implementation
-    )
+    scaled = {"slope_scale": "interpolate", "train_length": 4}
+    model = build(**scaled, attention_implementation=implementation)
     ids, mask = tokens(2, 15), torch.ones(2, 15)
     mask[1, 9:] = 0
     assert_same(model(ids, mask).logits[1, :9], model(ids[1:, :9]).logits[0])

@@ -1,4 +1,4 @@
-"""What users put around a model: PEFT, pipelines, quantisation. Ours and fused ones take it as others do."""
+"""What users put around a model, ours or fused: PEFT, pipelines, quantisation."""
 
 import copy
 from pathlib import Path
@@ -33,7 +33,7 @@ def same_numbers() -> None:
 
 
 def library(name: str) -> Any:
-    """A module, or a test that is skipped; the warnings of its own import are no matter of ours."""
+    """A module, or a test that is skipped."""
     return pytest.importorskip(name, reason=f"{name} is not installed", exc_type=ImportError)
 
 
@@ -58,15 +58,6 @@ def test_lora_trains_and_merges(make: Any, projection: str) -> None:
     torch.testing.assert_close(adapted.merge_and_unload()(IDS).logits, changed)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_packed_texts_are_refused_beneath_an_adapter() -> None:
-    peft = library("peft")
-    config = peft.LoraConfig(target_modules=["query_key_value"], task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(fused(), config)
-    with pytest.raises(ValueError, match="position_ids of a fused model must count on"):
-        adapted(IDS, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
-
-
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
 @each_model
@@ -75,16 +66,16 @@ def test_int8_weights_are_near(make: Any, projection: str) -> None:
     model = make().eval()
     before = model(IDS).logits
     weights = dict(model.named_parameters())
-    found = copy.deepcopy(model)
-    quantization.quantize_(found, quantization.Int8WeightOnlyConfig())
-    (name, layer) = next(x for x in found.named_modules() if x[0].endswith(projection))
+    narrow = copy.deepcopy(model)
+    quantization.quantize_(narrow, quantization.Int8WeightOnlyConfig())
+    (name, layer) = next(x for x in narrow.named_modules() if x[0].endswith(projection))
     assert type(layer.weight) is not type(weights[f"{name}.weight"])
-    error = (found(IDS).logits - before).abs().max()
+    error = (narrow(IDS).logits - before).abs().max()
     assert 0 < error < 0.02 * before.abs().max()
 
 
-@pytest.mark.parametrize("make", [fused, own])
-def test_a_pipeline_writes_what_generate_does(make: Any, tmp_path: Path) -> None:
+@each_model
+def test_a_pipeline_writes_what_generate_does(make: Any, projection: str, tmp_path: Path) -> None:
     model = make().eval()
     byte_tokenizer().save(tmp_path)
     model.save_pretrained(tmp_path)

@@ -1,9 +1,7 @@
-"""`embed`: a vector for each document, however long, resumable.
+"""`embed`: a vector for each document, however long.
 
-    documents -> tokens -> batches of like length -> hidden states -> a mean per document -> file
-
-Which documents share a batch depends on the documents alone, so that a run that was killed and continued writes
-the same numbers as one that was not.
+Which documents share a batch depends on the documents alone, so that a run that was killed and
+continued writes the same numbers as one that was not.
 """
 
 import base64
@@ -11,7 +9,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +17,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linbias._run.files import JsonLog
 from linbias._run.folders import hold_run_folder, open_run_folder
-from linbias.models.embedding import vectors as written
-from linbias.models.embedding.documents import Document, Id
-from linbias.models.embedding.vectors import Made, Vectors
+from linbias.models.embedding.documents import Document
+from linbias.models.embedding.vectors import (
+    WRITERS,
+    Embedded,
+    Vectors,
+    check_output,
+    partial_folder,
+    read_finished,
+)
 from linbias.models.encoders.bert import LinbiasBertModel
 from linbias.models.loading import Files, load, load_tokenizer
 from linbias.models.prepacked import prepack
 
 _POOLINGS = ("mean", "cls")
-_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Tokens = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class Embedded:
-    """What `embed` made.
-
-    Attributes:
-        vectors: [N, hidden_size], float32, in the order of the documents.
-        ids: [N], of the documents.
-        num_tokens: [N], that were read of each document, special tokens included.
-        num_shortened: Documents of which max_length left a part unread.
-    """
-
-    vectors: Vectors
-    ids: tuple[Id, ...]
-    num_tokens: tuple[int, ...]
-    num_shortened: int
 
 
 def embed(
@@ -69,43 +57,48 @@ def embed(
 ) -> Embedded:
     """Turn documents into vectors with an ALiBi encoder.
 
-        mean:  vector = mean over the tokens of a document, special ones included, of last_hidden_state
+        mean:  vector = mean over the tokens of a document of last_hidden_state
         cls:   vector = last_hidden_state of the first token
 
-    A document is read whole, however long. With an output, each batch is kept in the folder `<output>.partial`, and the same
-    call continues after a kill; one that is finished is returned as it is. The output appears at the end: `.npy` holds the vectors [N, hidden_size], with ids and settings
-    in `<output without .npy>.ids.json`; `.jsonl`, with settings in
-    `.settings.json`, and `.parquet` hold `id`, `num_tokens` and `vector` of each document. Order and
-    ids are those of the input.
+    A document is read whole, however long, with its special tokens. With an output, each batch is
+    kept in the folder `<output>.partial`, and the same call continues after a kill; one that is
+    finished is returned as it is. The output appears at the end: `.npy` holds the vectors
+    [N, hidden_size], with ids and settings in `<output without .npy>.ids.json`; `.jsonl`, with
+    settings in `.settings.json`, and `.parquet` hold `id`, `num_tokens` and `vector` of each.
 
     Args:
         folder: An encoder as `load` reads it, with its tokenizer.
-        documents: With ids that differ, as `read_documents` returns them; the id of a plain text is its number, from 0.
-        output: File to write, which must not exist or be of the very same run; None writes nothing.
+        documents: With ids that differ, as `read_documents` returns them; the id of a plain text
+            is its number, from 0.
+        output: File to write, which must not exist or be of the very same run; None: none.
         pooling: "mean" or "cls". jina-embeddings-v2 were trained with the mean.
         normalize: Divide each vector by its Euclidean norm.
         max_length: Read at most so many tokens of each document; None: all.
-        batch_tokens: Tokens per forward pass, padding included; a longer document makes a batch of its own.
+        batch_tokens: Tokens per forward pass, padding included; a longer document makes a batch of
+            its own.
         device: Where to compute; None means the first CUDA device, or else the CPU.
-        precision: "fp32", "bf16", or on a GPU "fp16", of the weights; None: as they are stored. Means are float32.
+        precision: "fp32", "bf16", or on a GPU "fp16", of the weights; None: as they are stored.
+            Means are float32.
         progress: Called with (tokens read, tokens to read) after each batch.
         settings: Fields of `LinbiasBertConfig` to change, such as slope_scale.
 
     Returns:
-        The Embedded.
+        A record with vectors [N, hidden_size] in float32, ids and num_tokens, in the order of the
+        documents, and num_shortened, how many documents max_length has shortened.
 
     Raises:
-        ValueError: An argument breaks a rule above, the folder has no such model or no tokenizer, a document has no
-            tokens or one beyond the vocabulary, a vector is not finite, or the output or `<output>.partial` is of another run.
+        ValueError: An argument breaks a rule above, the folder has no such model or no tokenizer,
+            a document has no tokens or one beyond the vocabulary, a vector is not finite, or the
+            output or `<output>.partial` is of another run.
         TypeError: A document is neither a text nor a Document.
         ModuleNotFoundError: A `.parquet` file needs pyarrow.
 
     Example:
         >>> from linbias.data.tokenizers import byte_tokenizer
-        >>> from linbias.models import LinbiasBertConfig, LinbiasBertModel
+        >>> from linbias.models import LinbiasBertConfig
+        >>> sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
         >>> folder = tempfile.mkdtemp()
-        >>> config = LinbiasBertConfig(vocab_size=256, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
-        >>> LinbiasBertModel(config).save_pretrained(folder)
+        >>> LinbiasBertModel(LinbiasBertConfig(vocab_size=256, **sizes)).save_pretrained(folder)
         >>> byte_tokenizer().save(folder)
         >>> result = embed(folder, [Document("a", "near"), Document("b", "far, far away")])
         >>> result.vectors.shape, result.ids, result.num_tokens
@@ -113,21 +106,21 @@ def embed(
     """
     target = None if output is None else Path(output)
     documents = _with_ids(documents)
-    _check(documents, pooling, max_length, batch_tokens)
+    _check(documents, pooling, max_length, batch_tokens, precision)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = _dtype(precision, where)
+    if precision == "fp16" and where.type == "cpu":
+        raise ValueError("embed: precision 'fp16' must have a GPU, got a CPU")
     if target is not None:
-        written.check_output(target)
-    files = Files.at("embed", folder)
-    tokenizer = _load_tokenizer(files)
-    model = load(files, task="base", dtype=dtype, device=where, **settings)
+        check_output(target)
+    source = Files.at("embed", folder)
+    tokenizer = _load_tokenizer(source)
+    dtype = None if precision is None else _DTYPES[precision]
+    model = load(source, task="base", dtype=dtype, device=where, **settings)
     if not isinstance(model, LinbiasBertModel):
-        raise ValueError(
-            f"embed: folder must hold an encoder, got {files.name!r} with a {type(model).__name__}"
-        )
+        got = f"got {source.name!r} with a {type(model).__name__}"
+        raise ValueError(f"embed: folder must hold an encoder, {got}")
     tokens, num_shortened = _tokenize(tokenizer, documents, max_length, model.config.vocab_size)
     batches = plan_batches([len(row) for row in tokens], batch_tokens)
-    pool = _Pool(model, pooling, normalize)
     made_by = {
         "pooling": pooling,
         "normalize": normalize,
@@ -139,36 +132,33 @@ def embed(
         "documents": _fingerprint_of_documents(documents, tokens),
     }
     if target is not None and target.exists():
-        return Embedded(*written.read_finished(target, made_by), num_shortened)
+        return read_finished(target, made_by, num_shortened)
     prepack(model)  # now that all of it has been read
-    names, counts = tuple(d.id for d in documents), tuple(len(row) for row in tokens)
-    if target is None:
-        vectors = _run(pool, documents, tokens, batches, None, progress)
-        return Embedded(vectors, names, counts, num_shortened)
-    partial = written.partial_folder(target)
-    with hold_run_folder(partial, "embed"):
-        open_run_folder(partial / "settings.json", made_by, "embed")
-        vectors = _run(pool, documents, tokens, batches, JsonLog(partial / "log.jsonl"), progress)
-        written.write(
-            target, Made(vectors=vectors, ids=names, num_tokens=counts, settings=made_by)
+    compute, size = partial(_compute, model, pooling, normalize), model.config.hidden_size
+
+    def run(log: JsonLog | None) -> Embedded:
+        return Embedded(
+            vectors=_run(compute, documents, tokens, batches, size, log, progress),
+            ids=tuple(document.id for document in documents),
+            num_tokens=tuple(map(len, tokens)),
+            num_shortened=num_shortened,
         )
-    shutil.rmtree(partial)
-    return Embedded(vectors, names, counts, num_shortened)
+
+    if target is None:
+        return run(None)
+    kept = partial_folder(target)
+    with hold_run_folder(kept, "embed"):
+        open_run_folder(kept / "settings.json", made_by, "embed")
+        made = run(JsonLog(kept / "log.jsonl"))
+        WRITERS[target.suffix](target, made, made_by)
+    shutil.rmtree(kept)
+    return made
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Put documents of like length together, the longest first, which need most memory.
+    """The numbers of the documents of each batch: of like length, the longest first.
 
-    Args:
-        lengths: Tokens of each document.
-        batch_tokens: Most of rows * longest row; a longer document is a batch of its own.
-
-    Returns:
-        The numbers of the documents of each batch.
-
-    Example:
-        >>> plan_batches([3, 9, 4, 1], batch_tokens=8)
-        [[1], [2, 0], [3]]
+    A batch has at most batch_tokens = rows * longest row; a longer document is one of its own.
     """
     batches: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -179,88 +169,81 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     return batches
 
 
-@dataclass(frozen=True)
-class _Pool:
-    """A model, and what is made of its hidden states."""
-
-    model: PreTrainedModel
-    pooling: str
-    normalize: bool
-
-    @torch.inference_mode()
-    def __call__(self, rows: Sequence[Tokens]) -> Vectors:
-        """[B, hidden_size] for the tokens of each row."""
-        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, tokens in enumerate(rows):
-            ids[row, : len(tokens)] = torch.from_numpy(tokens)
-            mask[row, : len(tokens)] = 1
-        ids, mask = ids.to(self.model.device), mask.to(self.model.device)
-        hidden: Tensor = self.model(ids, attention_mask=mask).last_hidden_state
-        if self.pooling == "cls":
-            vectors = hidden[:, 0].float()
-        else:  # hidden is zero at padding
-            vectors = hidden.sum(1, dtype=torch.float32) / mask.sum(1)[:, None]
-        if self.normalize:
-            vectors = torch.nn.functional.normalize(vectors, dim=-1)
-        return vectors.cpu().numpy()
+@torch.inference_mode()
+def _compute(
+    model: PreTrainedModel, pooling: str, normalize: bool, rows: Sequence[Tokens]
+) -> Vectors:
+    """[B, hidden_size] for the tokens of each row."""
+    ids = pad_sequence([torch.from_numpy(row).long() for row in rows], batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    hidden: Tensor = model(ids, attention_mask=mask).last_hidden_state
+    if pooling == "cls":
+        vectors = hidden[:, 0].float()
+    else:  # hidden is zero at padding
+        vectors = hidden.sum(1, dtype=torch.float32) / mask.sum(1)[:, None]
+    if normalize:
+        vectors = torch.nn.functional.normalize(vectors, dim=-1)
+    return vectors.cpu().numpy()
 
 
 def _run(
-    pool: _Pool,
+    compute: Callable[[Sequence[Tokens]], Vectors],
     documents: Sequence[Document],
     tokens: Sequence[Tokens],
     batches: Sequence[Sequence[int]],
+    size: int,
     log: JsonLog | None,
     progress: Callable[[int, int], None] | None,
 ) -> Vectors:
     """The vectors of all documents; batches that the log has are not computed again."""
-    size = pool.model.config.hidden_size
     vectors = np.empty((len(documents), size), np.float32)
     num_done, num_tokens = 0, sum(map(len, tokens))
     done = {} if log is None else {record.get("batch"): record for record in log.records}
     for number, batch in enumerate(batches):
         if number in done:
-            found = _unpack(done[number].get("vectors"), len(batch), size)
+            try:
+                packed = base64.b64decode(done[number]["vectors"])
+                rows = np.frombuffer(packed, np.float32).reshape(len(batch), size)
+            except (LookupError, TypeError, ValueError) as error:
+                raise ValueError(f"embed: log.jsonl is damaged ({error})") from error
         else:
-            found = pool([tokens[i] for i in batch])
-            if not (finite := np.isfinite(found).all(axis=1)).all():
+            rows = compute([tokens[i] for i in batch])
+            if not (finite := np.isfinite(rows).all(axis=1)).all():
                 got = f"got another of document {documents[batch[int(np.argmin(finite))]].id!r}"
                 raise ValueError(f"embed: vectors must be finite, {got}")
             if log is not None:
-                encoded = base64.b64encode(found.tobytes()).decode()
+                encoded = base64.b64encode(rows.tobytes()).decode()
                 log.append({"batch": number, "vectors": encoded})
-        vectors[list(batch)] = found
+        vectors[list(batch)] = rows
         num_done += sum(len(tokens[i]) for i in batch)
         if progress is not None:
             progress(num_done, num_tokens)
     return vectors
 
 
-def _unpack(text: Any, rows: int, size: int) -> Vectors:
-    try:
-        return np.frombuffer(base64.b64decode(text), np.float32).reshape(rows, size)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"embed: log.jsonl is damaged ({error})") from error
-
-
 def _with_ids(documents: Sequence[Any]) -> list[Document]:
     if isinstance(documents, str):
         raise TypeError("embed: documents must be texts or Documents, got a str alone")
-    found = []
-    for number, document in enumerate(documents):
+    for document in documents:
         if not isinstance(document, Document | str):
             kind = type(document).__name__
             raise TypeError(f"embed: documents must be texts or Documents, got a {kind}")
-        found.append(Document(number, document) if isinstance(document, str) else document)
-    return found
+    return [Document(n, d) if isinstance(d, str) else d for n, d in enumerate(documents)]
 
 
 def _check(
-    documents: Sequence[Document], pooling: str, max_length: int | None, batch_tokens: int
+    documents: Sequence[Document],
+    pooling: str,
+    max_length: int | None,
+    batch_tokens: int,
+    precision: str | None,
 ) -> None:
     if pooling not in _POOLINGS:
         raise ValueError(f"embed: pooling must be one of {_POOLINGS}, got {pooling!r}")
+    if precision is not None and precision not in (known := tuple(_DTYPES)):
+        raise ValueError(f"embed: precision must be one of {known}, got {precision!r}")
     for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"embed: {name} must be at least 1, got {value}")
@@ -268,16 +251,6 @@ def _check(
         raise ValueError("embed: documents must be at least one, got none")
     if len({str(document.id) for document in documents}) < len(documents):
         raise ValueError("embed: documents must have ids that differ, got one twice")
-
-
-def _dtype(precision: str | None, device: torch.device) -> torch.dtype | None:
-    if precision is None:
-        return None
-    if precision not in (known := tuple(_PRECISIONS)):
-        raise ValueError(f"embed: precision must be one of {known}, got {precision!r}")
-    if precision == "fp16" and device.type == "cpu":
-        raise ValueError("embed: precision 'fp16' must have a GPU, got a CPU")
-    return _PRECISIONS[precision]
 
 
 def _load_tokenizer(files: Files) -> PreTrainedTokenizerBase:
@@ -300,7 +273,7 @@ def _tokenize(
     max_length: int | None,
     vocab_size: int,
 ) -> tuple[list[Tokens], int]:
-    """The tokens of each document, and how many documents max_length has shortened."""
+    """The tokens of each document, and how many documents are shortened."""
     num_special = tokenizer.num_special_tokens_to_add()
     if max_length is not None and max_length <= num_special:
         raise ValueError(
@@ -322,7 +295,6 @@ def _tokenize(
 
 
 def _fingerprint_of_model(model: PreTrainedModel) -> str:
-    """Of its configuration and its weights."""
     kept = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):

@@ -1,7 +1,7 @@
-"""How the vectors of documents are written: .npy, .jsonl or .parquet, whole or not at all."""
+"""The files of the vectors of documents: .npy, .jsonl or .parquet, whole or not at all."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,27 +14,23 @@ from linbias._run.folders import list_differences
 from linbias.models.embedding.documents import Id
 
 Vectors = NDArray[np.float32]
+Settings = Mapping[str, Any]  # with which vectors were made
 
 
-class Made(NamedTuple):
-    """The vectors [N, size], what they are of, and the settings with which they were made."""
+class Embedded(NamedTuple):
+    """What `embed` made of N documents, in their order."""
 
-    vectors: Vectors
-    ids: Sequence[Id]
-    num_tokens: Sequence[int]
-    settings: Mapping[str, Any]
+    vectors: Vectors  # [N, hidden_size]
+    ids: tuple[Id, ...]
+    num_tokens: tuple[int, ...]  # that were read of each, special tokens included
+    num_shortened: int  # documents of which max_length left a part unread
 
 
 def check_output(output: Path) -> None:
-    """Check before any work that `write` will be able to write.
-
-    Raises:
-        ValueError: The name ends otherwise, the ids of other vectors are there, or its folder cannot be written.
-        ModuleNotFoundError: Parquet needs pyarrow.
-    """
-    if output.suffix not in _WRITERS:
+    """Check before any work that the file can be written."""
+    if output.suffix not in WRITERS:
         raise ValueError(
-            f"embed: output must end in one of {', '.join(_WRITERS)}, got {str(output)!r}"
+            f"embed: output must end in one of {', '.join(WRITERS)}, got {str(output)!r}"
         )
     if output.suffix == ".npy" and not (output.exists() or partial_folder(output).exists()):
         if (beside := beside_file(output)).exists():  # the ids of vectors that are gone
@@ -57,56 +53,47 @@ def beside_file(output: Path) -> Path:
     return output.with_suffix(".ids.json" if output.suffix == ".npy" else ".settings.json")
 
 
-def read_finished(
-    output: Path, settings: Mapping[str, Any]
-) -> tuple[Vectors, tuple[Id, ...], tuple[int, ...]]:
-    """What `write` wrote: vectors, ids and num_tokens.
-
-    Raises:
-        ValueError: The file is no such output, or one of other settings.
-    """
+def read_finished(output: Path, settings: Settings, num_shortened: int) -> Embedded:
+    """What a writer wrote with the same settings; ValueError for any other file."""
     try:
         vectors, ids, num_tokens, made_by = _READERS[output.suffix](output)
     except (OSError, EOFError, ValueError, TypeError, LookupError) as error:
         raise ValueError(f"embed: output must not exist, got {output}") from error
     if differences := list_differences(made_by, settings):
         raise ValueError(f"embed: output must not be another run's, got {output} ({differences})")
-    return np.asarray(vectors, np.float32), tuple(ids), tuple(num_tokens)
+    return Embedded(
+        vectors=np.asarray(vectors, np.float32),
+        ids=tuple(ids),
+        num_tokens=tuple(num_tokens),
+        num_shortened=num_shortened,
+    )
 
 
-def write(output: Path, made: Made) -> None:
-    """Write a row per document, in the format that the ending of the output chooses.
-
-    Settings are kept where the format has a place for them.
-    """
-    _WRITERS[output.suffix](output, made)
-
-
-def _write_npy(output: Path, made: Made) -> None:
-    named = {"settings": made.settings, "ids": list(made.ids), "num_tokens": list(made.num_tokens)}
+def _write_npy(output: Path, made: Embedded, settings: Settings) -> None:
+    named = {"settings": settings, "ids": list(made.ids), "num_tokens": list(made.num_tokens)}
     write_json(beside_file(output), named)
     with new_file(output) as file:
         np.save(file, made.vectors)
 
 
-def _write_jsonl(output: Path, made: Made) -> None:
+def _write_jsonl(output: Path, made: Embedded, settings: Settings) -> None:
     lines = []
     for vector, name, tokens in zip(made.vectors, made.ids, made.num_tokens, strict=True):
         numbers = [float(str(x)) for x in vector]  # as few digits as tell float32 apart
         lines.append(json.dumps({"id": name, "num_tokens": tokens, "vector": numbers}) + "\n")
-    write_json(beside_file(output), made.settings)
+    write_json(beside_file(output), settings)
     write_whole(output, "".join(lines).encode())
 
 
-def _write_parquet(output: Path, made: Made) -> None:
+def _write_parquet(output: Path, made: Embedded, settings: Settings) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    vectors, ids, num_tokens, settings = made
+    vectors, ids = made.vectors, made.ids
     all_integers = all(isinstance(name, int) and abs(name) < 2**63 for name in ids)
     columns = {
         "id": pyarrow.array(ids if all_integers else list(map(str, ids))),
-        "num_tokens": pyarrow.array(num_tokens),
+        "num_tokens": pyarrow.array(made.num_tokens),
         "vector": pyarrow.FixedSizeListArray.from_arrays(vectors.ravel(), vectors.shape[1]),
     }
     table = pyarrow.table(columns, metadata={"linbias.embed": json.dumps(settings)})
@@ -134,4 +121,5 @@ def _read_parquet(output: Path) -> tuple[Any, ...]:
 
 
 _READERS = {".npy": _read_npy, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
-_WRITERS = {".npy": _write_npy, ".jsonl": _write_jsonl, ".parquet": _write_parquet}
+# By the ending of an output: what writes a row per document.
+WRITERS = {".npy": _write_npy, ".jsonl": _write_jsonl, ".parquet": _write_parquet}

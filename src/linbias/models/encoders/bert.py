@@ -1,7 +1,6 @@
-"""BERT with ALiBi: one encoder for jina-embeddings-v2, MosaicBERT and DNABERT-2, and its four heads.
+"""BERT with ALiBi: one encoder for jina-embeddings-v2, MosaicBERT and DNABERT-2, and its heads.
 
-What they disagree on is configuration: which half of the feed-forward part is the gate, norms of queries and keys,
-a second norm after attention, the pooler.
+What they disagree on is in bert_config.py.
 """
 
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -40,7 +39,6 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, words: Tensor, types: Tensor) -> Tensor:
-        """[..., hidden_size] for embedded words [..., hidden_size] and types [...]."""
         return self.dropout(self.norm(words + self.types(types)))
 
 
@@ -66,41 +64,34 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.unflatten(-1, (-1, self.head_size)) for x in (q, k, v))
         left = self.slopes.left(q, layout.positions.shape[1], layout.key_range)
-        out = self._attend(q, k, v, left, layout)
-        weights = _weights(q, k, left, layout) if layout.need_weights else None
-        return self.out(out.flatten(-2)), weights
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, left: Tensor, layout: TokenLayout
-    ) -> Tensor:
-        """Let the tokens of each row attend to each other, on both sides: [..., H, D] for q, k, v [..., H, D]."""
-        dropout = self.dropout if self.training else 0.0
-        how: Any = {"causal": False, "dropout": dropout, "implementation": self.implementation}
+        rows: Any = {"key_range": layout.key_range, "query_start": layout.query_start}
+        how: Any = {
+            "causal": False,
+            "dropout": self.dropout if self.training else 0.0,
+            "implementation": self.implementation,
+        }
+        out: Any
         if q.dim() == 4:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            rows: Any = {"key_range": layout.key_range, "query_start": layout.query_start}
-            return attention(q, k, v, left, **rows, **how).transpose(1, 2)
-        assert layout.key_range is not None
-        offsets = (layout.key_range[:, 1] - layout.key_range[:, 0]).cumsum(0)
-        offsets = torch.cat([offsets.new_zeros(1), offsets])
-        packed = attention_varlen(q, k, v, offsets, offsets, left, **how)
-        assert isinstance(packed, Tensor)
-        return packed
-
-
-def _weights(q: Tensor, k: Tensor, left: Tensor, layout: TokenLayout) -> Tensor:
-    """The weights [B, H, T, T] of attention before dropout, zero at padding."""
-    q, k = (layout.unpack(x).transpose(1, 2) for x in (q, k))
-    rows: Any = {"key_range": layout.key_range, "query_start": layout.query_start}
-    weights = attention_weights(q, k, left, causal=False, **rows)
-    return weights if layout.is_token is None else weights * layout.is_token[:, None, :, None]
+            queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+            out = attention(queries, keys, values, left, **rows, **how).transpose(1, 2)
+        else:
+            assert layout.key_range is not None
+            offsets = pad((layout.key_range[:, 1] - layout.key_range[:, 0]).cumsum(0), (1, 0))
+            out = attention_varlen(q, k, v, offsets, offsets, left, **how)
+        weights = None
+        if layout.need_weights:
+            q, k = (layout.unpack(x).transpose(1, 2) for x in (q, k))
+            weights = attention_weights(q, k, left, causal=False, **rows)
+            if layout.is_token is not None:
+                weights = weights * layout.is_token[:, None, :, None]
+        return self.out(out.flatten(-2)), weights
 
 
 _TOKENS_AT_ONCE = 512  # as fast as 1,024 and with half of the memory
 
 
 class FeedForward(nn.Module):
-    """out(act(gate) * value), where gate and value are the halves of one projection without bias."""
+    """out(act(gate) * value), of the halves of one projection without bias."""
 
     def __init__(self, config: LinbiasBertConfig) -> None:
         super().__init__()
@@ -111,10 +102,8 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Compute many tokens a chunk at a time, where nothing is kept for gradients.
-
-        What lies in between is eight times as wide as `hidden`.
-        """
+        # What lies in between is eight times as wide as `hidden`: a chunk of tokens at a time,
+        # where nothing is kept for gradients.
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._compute(hidden)
         out = torch.empty_like(hidden)
@@ -143,7 +132,6 @@ class Layer(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, hidden: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor | None]:
-        """[..., hidden_size], and the attention weights [B, H, T, T] if asked."""
         attended, weights = self.attention(hidden, layout)
         normed = self.attention_norm(hidden + self.dropout(attended))
         del attended  # whose memory the feed-forward part may use
@@ -165,12 +153,9 @@ class LinbiasBertModel(LinbiasBertPreTrainedModel):
     """Turn token ids into hidden states, each of which has seen the whole text.
 
     Padded rows are run without their padding, on whichever side it is.
-
-    Example:
-        >>> config = LinbiasBertConfig(vocab_size=99, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
-        >>> LinbiasBertModel(config)(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
-        torch.Size([1, 3, 32])
     """
+
+    _input_embed_layer = "words"  # of `embeddings`, for Transformers
 
     def __init__(self, config: LinbiasBertConfig) -> None:
         super().__init__(config)
@@ -178,14 +163,6 @@ class LinbiasBertModel(LinbiasBertPreTrainedModel):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.pooler = nn.Linear(config.hidden_size, config.hidden_size) if config.pooler else None
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding of token ids."""
-        return self.embeddings.words
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the embedding of token ids."""
-        self.embeddings.words = value
 
     @can_return_tuple
     def forward(
@@ -198,28 +175,14 @@ class LinbiasBertModel(LinbiasBertPreTrainedModel):
         output_hidden_states: bool | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPooling:
-        """Run the encoder.
+        """Hidden states [B, T, hidden_size], zero at padding, and what was asked for beside them.
 
-        Args:
-            input_ids: [B, T] token ids.
-            attention_mask: [B, T], zero at padding, before or after the text. None means no padding.
-            token_type_ids: [B, T]; None means zeros.
-            inputs_embeds: [B, T, hidden_size], what the word embedding would return, in place of input_ids.
-            output_attentions: Return the attention weights of every layer, [B, H, T, T], which need memory that the
-                attention itself does not.
-            output_hidden_states: Return the input of every layer and the final output as well.
-
-        Returns:
-            last_hidden_state [B, T, hidden_size], zero at padding, and with a pooler pooler_output [B, hidden_size].
-
-        Raises:
-            ValueError: Not exactly one kind of input, or a mask of the wrong shape or with gaps.
+        ids, mask and types are [B, T]; inputs_embeds [B, T, hidden_size] takes the place of ids.
         """
         name = type(self).__name__
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"{name}: give either input_ids or inputs_embeds, and not both")
-        given = inputs_embeds if input_ids is None else input_ids
-        assert given is not None
+        given: Any = inputs_embeds if input_ids is None else input_ids
         layout = read_attention_mask(name, attention_mask, given, 0)
         packed = layout.pack(given)
         words = packed if input_ids is None else self.embeddings.words(packed)
@@ -263,28 +226,17 @@ class _WithHead(LinbiasBertPreTrainedModel):
     """An encoder and what a task adds to it: `predict`, `loss` and the record that it returns."""
 
     output: ClassVar[Callable[..., Any]]
-
-    def predict(self, outputs: BaseModelOutputWithPooling) -> Tensor:
-        """Return the logits."""
-        raise NotImplementedError
+    predict: Callable[[BaseModelOutputWithPooling], Tensor]  # the logits
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss where a label is not -100, of logits [B, T, classes] and labels [B, T]."""
+        """The mean where a label is not -100, of logits [B, T, classes] and labels [B, T]."""
         return cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
     @can_return_tuple
     def forward(
         self, input_ids: Tensor | None = None, *, labels: Tensor | None = None, **inputs: Any
     ) -> Any:
-        """Return logits, and with labels the loss.
-
-        Args:
-            input_ids, inputs: As of `LinbiasBertModel.forward`.
-            labels: [B, T], or [B] for whole texts.
-
-        Returns:
-            A record with logits [B, T, vocab_size], [B, T, num_labels] or, for whole texts, [B, num_labels].
-        """
+        """Logits, and the loss for labels [B, T], or [B] for whole texts."""
         outputs = self.encoder(input_ids, **inputs, return_dict=True)
         logits = self.predict(outputs)
         return type(self).output(
@@ -296,13 +248,7 @@ class _WithHead(LinbiasBertPreTrainedModel):
 
 
 class LinbiasBertForMaskedLM(_WithHead):
-    """Predict masked tokens: the encoder, a dense layer with activation and norm, and the tied embedding.
-
-    Example:
-        >>> config = LinbiasBertConfig(vocab_size=99, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
-        >>> LinbiasBertForMaskedLM(config)(torch.tensor([[1, 2, 3]])).logits.shape
-        torch.Size([1, 3, 99])
-    """
+    """Predict masked tokens: a dense layer, activation, norm and the tied embedding."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {
         "decoder.weight": "encoder.embeddings.words.weight"
@@ -319,11 +265,9 @@ class LinbiasBertForMaskedLM(_WithHead):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
-        """The layer that gives logits."""
         return self.decoder
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replace the layer that gives logits."""
         self.decoder = new_embeddings
 
     def predict(self, outputs: BaseModelOutputWithPooling) -> Tensor:
@@ -331,15 +275,7 @@ class LinbiasBertForMaskedLM(_WithHead):
 
 
 class LinbiasBertForTokenClassification(_WithHead):
-    """Classify each token, by a linear layer to config.num_labels.
-
-    Example:
-        >>> config = LinbiasBertConfig(
-        ...     vocab_size=99, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, num_labels=3
-        ... )
-        >>> LinbiasBertForTokenClassification(config)(torch.tensor([[1, 2]])).logits.shape
-        torch.Size([1, 2, 3])
-    """
+    """Classify each token, by a linear layer to config.num_labels."""
 
     output = TokenClassifierOutput
 
@@ -356,15 +292,7 @@ class LinbiasBertForTokenClassification(_WithHead):
 
 
 class LinbiasBertForSequenceClassification(LinbiasBertForTokenClassification):
-    """Classify texts, by what the pooler makes of the first token. The loss is what config.problem_type says.
-
-    Example:
-        >>> config = LinbiasBertConfig(
-        ...     vocab_size=99, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, pooler=True, num_labels=3
-        ... )
-        >>> LinbiasBertForSequenceClassification(config)(torch.tensor([[1, 2, 3]])).logits.shape
-        torch.Size([1, 3])
-    """
+    """Classify texts by their pooled first token; the loss is what config.problem_type says."""
 
     output = SequenceClassifierOutput
 
@@ -377,5 +305,4 @@ class LinbiasBertForSequenceClassification(LinbiasBertForTokenClassification):
         return self.classifier(self.dropout(outputs.pooler_output))
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """As Transformers chooses it."""
         return self.loss_function(labels, logits, self.config)

@@ -1,13 +1,12 @@
-"""The original folders of ALiBi encoders: what their configurations mean, and how their weights are named.
+"""The original folders of ALiBi encoders: what their configurations and names of weights mean.
 
 | family | models | recognised by |
 |---|---|---|
 | mosaic | MosaicBERT, DNABERT-2 | one projection `Wqkv` per layer |
-| jina | jina-embeddings-v2 (small, base, de, es, zh) | `position_embedding_type: alibi` and `mlp.gated_layers` |
+| jina | jina-embeddings-v2 | `position_embedding_type: alibi` and `mlp.gated_layers` |
 | jina-code | jina-embeddings-v2-base-code | norms of queries and keys, `layer_norm_q` |
 
-Their code lives beside the weights and is never run. Names and shapes are translated in both directions, so that
-`linbias convert` writes a folder that the original code reads.
+Their code lies beside the weights and is never run. `linbias convert` goes both ways.
 """
 
 import re
@@ -23,6 +22,15 @@ FAMILIES = ("mosaic", "jina", "jina-code")
 
 _GLU = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu"}
 
+# The fields of a config.json that must be there, and our names of them.
+_SAME = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "type_vocab_size", "hidden_act", "layer_norm_eps", "initializer_range"),
+)
+_FIELDS = dict(zip(_SAME, _SAME, strict=True)) | {
+    "hidden_dropout_prob": "hidden_dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
 # Original name -> ours, within the encoder; {} is the number of a layer.
 _SHARED = {
     "embeddings.word_embeddings": "embeddings.words",
@@ -32,20 +40,16 @@ _SHARED = {
     "encoder.layer.{}.attention.output.LayerNorm": "layers.{}.attention_norm",
     "pooler.dense": "pooler",
 }
-_GATED_LAYERS = {
+_GATED = _SHARED | {
     "encoder.layer.{}.mlp.gated_layers": "layers.{}.feed_forward.gated",
     "encoder.layer.{}.mlp.wo": "layers.{}.feed_forward.out",
     "encoder.layer.{}.mlp.layernorm": "layers.{}.feed_forward_norm",
 }
 _NAMES = {
-    "mosaic": {
-        **_SHARED,
-        **_GATED_LAYERS,
-        "encoder.layer.{}.attention.self.Wqkv": "layers.{}.attention.qkv",
-    },
-    "jina": {**_SHARED, **_GATED_LAYERS},
-    "jina-code": {
-        **_SHARED,
+    "mosaic": _GATED | {"encoder.layer.{}.attention.self.Wqkv": "layers.{}.attention.qkv"},
+    "jina": _GATED,
+    "jina-code": _SHARED
+    | {
         "encoder.layer.{}.attention.self.layer_norm_q": "layers.{}.attention.q_norm",
         "encoder.layer.{}.attention.self.layer_norm_k": "layers.{}.attention.k_norm",
         "encoder.layer.{}.layer_norm_1": "layers.{}.residual_norm",
@@ -62,16 +66,10 @@ _MASKED_HEAD = {
     "cls.predictions.transform.dense": "transform",
     "cls.predictions.transform.LayerNorm": "norm",
 }
-_DECODER = "cls.predictions.decoder.weight"
-_DECODER_BIAS = {
-    "mosaic": "cls.predictions.decoder.bias",
-    "jina": "cls.predictions.bias",
-    "jina-code": "cls.predictions.bias",
-}
 
 
 def recognise(config: Mapping[str, Any], names: set[str]) -> str | None:
-    """Tell the family of a folder by its configuration and the names of its weights; None: it is none of them."""
+    """The family of a folder by its config.json and the names of its weights, or None."""
     if any(name.endswith("attention.self.Wqkv.weight") for name in names):
         return "mosaic"
     if any(name.endswith("attention.self.layer_norm_q.weight") for name in names):
@@ -83,29 +81,8 @@ def recognise(config: Mapping[str, Any], names: set[str]) -> str | None:
 
 
 def read_config(config: Mapping[str, Any], family: str) -> LinbiasBertConfig:
-    """Translate an original configuration.
-
-    Args:
-        config: As its config.json says.
-        family: As `recognise` told.
-
-    Raises:
-        ValueError: A field is missing or asks for what the original models do not have.
-    """
-    wanted = {
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "num_hidden_layers": "num_hidden_layers",
-        "num_attention_heads": "num_attention_heads",
-        "intermediate_size": "intermediate_size",
-        "type_vocab_size": "type_vocab_size",
-        "hidden_act": "hidden_act",
-        "layer_norm_eps": "layer_norm_eps",
-        "initializer_range": "initializer_range",
-        "hidden_dropout_prob": "hidden_dropout",
-        "attention_probs_dropout_prob": "attention_dropout",
-    }
-    if absent := sorted(set(wanted) - set(config)):
+    """Our configuration for the contents of an original config.json, or a ValueError."""
+    if absent := sorted(set(_FIELDS) - set(config)):
         raise ValueError(f"config.json of a {family} model lacks {absent[0]}")
     for name in ("is_decoder", "add_cross_attention", "pruned_heads"):
         if config.get(name):
@@ -117,7 +94,7 @@ def read_config(config: Mapping[str, Any], family: str) -> LinbiasBertConfig:
         raise ValueError(
             f"position_embedding_type of a {family} model must be 'alibi', got {position!r}"
         )
-    fields = {ours: config[theirs] for theirs, ours in wanted.items()}
+    fields = {ours: config[theirs] for theirs, ours in _FIELDS.items()}
     fields["train_length"] = config.get("alibi_starting_size", 512)
     kept = ("classifier_dropout", "id2label", "label2id", "problem_type", "pad_token_id")
     fields |= {name: config[name] for name in kept if name in config}
@@ -136,27 +113,21 @@ def read_config(config: Mapping[str, Any], family: str) -> LinbiasBertConfig:
 
 
 def to_ours(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
-    """Rename original weights to those of `LinbiasBertModel` ("encoder." before each) and its heads.
+    """Rename original weights, `bert.` before them or not, to those of our models.
 
     Names that are not known stay as they are, for an error to name.
-
-    Args:
-        weights: The original ones; `bert.` before a name is optional, as in the released folders.
-        family: As `recognise` told.
     """
-    found = {name.removeprefix("bert."): tensor for name, tensor in weights.items()}
-    found.pop(
-        "embeddings.position_ids", None
-    )  # a buffer that older versions of Transformers saved
-    layers = _layers(found)
+    left = {name.removeprefix("bert."): tensor for name, tensor in weights.items()}
+    left.pop("embeddings.position_ids", None)  # a buffer that older Transformers saved
+    layers = _layers(left)
     for layer in layers:
         for kind in ("weight", "bias"):
             names = [f"{_SPLIT.format(layer) % part}.{kind}" for part in _PARTS]
-            if family != "mosaic" and all(name in found for name in names):
-                parts = [found.pop(name) for name in names]
-                found[f"encoder.layers.{layer}.attention.qkv.{kind}"] = torch.cat(parts)
+            if family != "mosaic" and all(name in left for name in names):
+                parts = [left.pop(name) for name in names]
+                left[f"encoder.layers.{layer}.attention.qkv.{kind}"] = torch.cat(parts)
     known = _known(family, layers)
-    ours = {known.get(name, name): tensor for name, tensor in found.items()}
+    ours = {known.get(name, name): tensor for name, tensor in left.items()}
     words = ours.get("encoder.embeddings.words.weight")
     tied = ours.get("decoder.weight")
     # Without numbers, of a folder that is only looked at, they are taken to be the same.
@@ -166,7 +137,7 @@ def to_ours(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
 
 
 def _known(family: str, layers: Iterable[int]) -> dict[str, str]:
-    """Our names by the original ones without `bert.`, of all tensors but those of the three projections."""
+    """Our names by the original ones without `bert.`, of all but the three projections."""
     encoder = {
         theirs.format(layer): f"encoder.{ours.format(layer)}"
         for layer in layers
@@ -177,17 +148,12 @@ def _known(family: str, layers: Iterable[int]) -> dict[str, str]:
         for theirs, ours in (encoder | _MASKED_HEAD).items()
         for kind in ("weight", "bias")
     }
-    return known | {_DECODER: "decoder.weight", _DECODER_BIAS[family]: "decoder.bias"}
+    bias = "cls.predictions.decoder.bias" if family == "mosaic" else "cls.predictions.bias"
+    return known | {"cls.predictions.decoder.weight": "decoder.weight", bias: "decoder.bias"}
 
 
 def to_original(weights: Mapping[str, Tensor], family: str, prefix: str) -> dict[str, Tensor]:
-    """Undo `to_ours`.
-
-    Args:
-        weights: Of `LinbiasBertModel` or one of its heads, "encoder." before those of the encoder.
-        family: Whose names to give.
-        prefix: Before the names of the encoder: "bert." or nothing, as the original folder has it.
-    """
+    """Undo `to_ours`, with a prefix before the names of the encoder: "bert." or nothing."""
     back = {ours: theirs for theirs, ours in _known(family, _layers(weights)).items()}
     theirs: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -204,7 +170,5 @@ def to_original(weights: Mapping[str, Tensor], family: str, prefix: str) -> dict
 
 def _layers(names: Iterable[str]) -> list[int]:
     """The numbers of the layers that names of either kind speak of."""
-    numbers = {
-        int(found[1]) for name in names if (found := re.match(r"encoder\.layers?\.(\d+)\.", name))
-    }
-    return sorted(numbers)
+    matches = (re.match(r"encoder\.layers?\.(\d+)\.", name) for name in names)
+    return sorted({int(match[1]) for match in matches if match})

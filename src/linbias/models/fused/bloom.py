@@ -1,4 +1,4 @@
-"""BLOOM: the paper's slopes; the reference code adds slope * key position, rounded to the type of the model."""
+"""BLOOM: the paper's slopes; the reference code rounds slope * position to the model's type."""
 
 from typing import Any
 
@@ -8,8 +8,7 @@ from transformers import BloomConfig, Cache
 from transformers.models.bloom import modeling_bloom as reference
 
 from linbias.models.decoder.layout import TokenLayout
-from linbias.models.fused.bias import Bias, attend
-from linbias.models.fused.family import Family, FusedAttention, Options
+from linbias.models.fused.family import Attended, Bias, Family, FusedAttention, Options
 from linbias.models.prepacked import linear_gelu
 from linbias.schedules import slopes
 
@@ -24,13 +23,11 @@ class FusedBloomAttention(FusedAttention, reference.BloomAttention):
         residual: Tensor,
         layer_past: Cache | None = None,
         **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        q, k, v = self.split(self.query_key_value(hidden_states))
-        gathered, weights = attend(self, q, k, v, layout, layer_past, self.attention_dropout.p)
-        output = reference.dropout_add(
-            self.dense(gathered), residual, self.hidden_dropout, self.training
-        )
-        return output, weights
+    ) -> Attended:
+        qkv, dropout = self.query_key_value(hidden_states), self.attention_dropout.p
+        gathered, weights = self.gather(qkv, layout, layer_past, dropout)
+        dropped = (self.hidden_dropout, self.training)
+        return reference.dropout_add(self.dense(gathered), residual, *dropped), weights
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv.unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)
@@ -38,26 +35,20 @@ class FusedBloomAttention(FusedAttention, reference.BloomAttention):
 
 
 class FusedBloomMLP(reference.BloomMLP):
-    """Its GELU is one step with the layer before it, where the reference takes eight passes over memory."""
-
-    @property
-    def is_sliced(self) -> bool:
-        return bool(self.pretraining_tp > 1 and self.slow_but_exact)
+    """Its GELU is one step with the layer before it; the reference's takes eight passes."""
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
-        if self.is_sliced:
+        if self.pretraining_tp > 1 and self.slow_but_exact:  # in slices
             return super().forward(hidden_states, residual)
         output = self.dense_4h_to_h(linear_gelu(self.dense_h_to_4h, hidden_states, "tanh"))
         return reference.dropout_add(output, residual, self.hidden_dropout, self.training)
 
 
 def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias as the reference code computes it."""
     return (slopes * positions).to(dtype)
 
 
 def bias(config: BloomConfig, options: Options) -> Bias:
-    """What the configuration says."""
     return options.bias(
         slopes(config.n_head),
         scale=(config.hidden_size // config.n_head) ** -0.5,
@@ -69,7 +60,6 @@ def bias(config: BloomConfig, options: Options) -> Bias:
 FAMILY = Family(
     body=reference.BloomModel,
     attention=reference.BloomAttention,
-    language_model=reference.BloomForCausalLM,
     arguments="self hidden_states residual alibi attention_mask layer_past use_cache "
     "output_attentions kwargs",
     fused={reference.BloomAttention: FusedBloomAttention, reference.BloomMLP: FusedBloomMLP},

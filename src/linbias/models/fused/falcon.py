@@ -1,7 +1,7 @@
-"""Falcon with `alibi=True` (the falcon-rw models): the paper's slopes, divided by sqrt(head size) like q . k.
+"""Falcon with `alibi=True` (the falcon-rw models): the paper's slopes / sqrt(head size).
 
-The reference code rounds slope and slope * position to bfloat16 even in a float32 model. Where several heads share
-keys and values, its cache holds a copy for each; ours holds them once.
+The reference code rounds slope and slope * position to bfloat16 even in a float32 model, and its
+cache holds a copy of keys and values for each head that shares them; ours holds them once.
 """
 
 from functools import partial
@@ -14,8 +14,7 @@ from transformers import Cache, FalconConfig
 from transformers.models.falcon import modeling_falcon as reference
 
 from linbias.models.decoder.layout import TokenLayout
-from linbias.models.fused.bias import Bias, attend
-from linbias.models.fused.family import Family, FusedAttention, Options
+from linbias.models.fused.family import Attended, Bias, Family, FusedAttention, Options
 from linbias.models.prepacked import linear_gelu
 from linbias.schedules import slopes
 
@@ -24,20 +23,18 @@ class FusedFalconAttention(FusedAttention, reference.FalconAttention):
     """Returns what the layer adds [B, T, hidden size], and the weights."""
 
     def fused_forward(
-        self,
-        layout: TokenLayout,
-        hidden_states: Tensor,
-        layer_past: Cache | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        q, k, v = self.split(self.query_key_value(hidden_states))
-        dropout = self.attention_dropout.p
-        gathered, weights = attend(self, q, k, v, layout, layer_past, dropout)
+        self, layout: TokenLayout, hidden_states: Tensor, layer_past: Cache | None = None, **_: Any
+    ) -> Attended:
+        qkv, dropout = self.query_key_value(hidden_states), self.attention_dropout.p
+        gathered, weights = self.gather(qkv, layout, layer_past, dropout)
         return self.dense(gathered), weights
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        num_shared = 1 if self.multi_query else self.num_heads
+        if self.new_decoder_architecture:
+            num_shared = self.num_kv_heads
         # Per key/value head: its queries, then a key and a value. [B, T, G, queries + 2, D]
-        by_group = qkv.unflatten(-1, (_num_key_value_heads(self), -1, self.head_dim))
+        by_group = qkv.unflatten(-1, (num_shared, -1, self.head_dim))
         *queries, k, v = by_group.transpose(1, 2).unbind(3)  # each [B, G, T, D]
         q = queries[0] if len(queries) == 1 else torch.stack(queries, dim=2).flatten(1, 2)
         return q, k, v
@@ -46,33 +43,17 @@ class FusedFalconAttention(FusedAttention, reference.FalconAttention):
 class FusedFalconMLP(reference.FalconMLP):
     """A GELU, which falcon-rw has, is one step with the layer before it."""
 
-    @property
-    def has_gelu(self) -> bool:
-        return getattr(self.act, "act", None) is gelu
-
     def forward(self, x: Tensor) -> Tensor:
-        if not self.has_gelu:
+        if getattr(self.act, "act", None) is not gelu:
             return super().forward(x)
         return self.dense_4h_to_h(linear_gelu(self.dense_h_to_4h, x, "none"))
 
 
-def _num_key_value_heads(layer: Any) -> int:
-    if layer.new_decoder_architecture:
-        return int(layer.num_kv_heads)
-    return 1 if layer.multi_query else int(layer.num_heads)
-
-
 def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """The bias as the reference code computes it."""
     return ((slopes / scale).bfloat16() * positions).to(dtype) * scale
 
 
 def bias(config: FalconConfig, options: Options) -> Bias:
-    """What the configuration says.
-
-    Raises:
-        ValueError: The model rotates queries and keys instead.
-    """
     if not config.alibi:
         raise ValueError(
             "fuse: a Falcon model must have alibi = True, got False: it has rotary positions"
@@ -89,7 +70,6 @@ def bias(config: FalconConfig, options: Options) -> Bias:
 FAMILY = Family(
     body=reference.FalconModel,
     attention=reference.FalconAttention,
-    language_model=reference.FalconForCausalLM,
     arguments="self hidden_states alibi attention_mask position_ids layer_past use_cache "
     "output_attentions position_embeddings kwargs",
     fused={reference.FalconAttention: FusedFalconAttention, reference.FalconMLP: FusedFalconMLP},

@@ -1,9 +1,8 @@
 """What `fuse` knows of an architecture of Transformers, and how its modules come to run fused.
 
-Transformers asks the attention implementation of a model for its mask, once per forward pass. For
-a fused model that is `make_mask`, which answers with `TokenLayout`, a few numbers per row instead
-of [B, 1, T, S]; and the modules of the model that are given it become those of `Family.fused`,
-subclasses whose forward knows it. Other models stay as they are.
+Transformers asks the attention implementation of a model for its mask, once per forward pass. That
+of a fused model answers with a `TokenLayout`, a few numbers per row instead of [B, 1, T, S], and
+the modules that are given it become those of `Family.fused`, which know it.
 """
 
 import inspect
@@ -18,21 +17,92 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
+from transformers.utils import logging
 
-from linbias.models.decoder.cache import CACHE
+from linbias.models.decoder.attend import How, attend
+from linbias.models.decoder.cache import CACHE, use_growing_layers
 from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
 from linbias.models.decoder.packing import find_packing
+from linbias.models.decoder.positions import AttendOptions, LinearBias
 from linbias.models.decoder.slopes import ModelSlopes
-from linbias.models.fused.bias import Bias, Rounded, RoundedBias
 from linbias.models.prepacked import forward_name
+from linbias.torch.choice import IMPLEMENTATIONS
+
+logger = logging.get_logger(__name__)
 
 NAME = "linbias"  # as in attn_implementation="linbias"
 MODEL_TYPES = ("bloom", "falcon", "mpt")
+Attended = tuple[Tensor, Tensor | None]
+# (slopes [H, 1], positions [1 or B, 1, S], dtype of the model) -> [1 or B, H, S]: what the
+# reference code adds to the scores of key s.
+Rounded = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Bias(LinearBias):
+    """How the scores of a model fall with distance."""
+
+    slopes: ModelSlopes
+    scale: float  # what q . k is multiplied by
+    implementation: str = "auto"
+
+    def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
+        slopes = self.slopes.left(q, num_keys, options.key_range)
+        return {"slopes": slopes, "scale": self.scale}
+
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
+        logger.warning_once(
+            "output_attentions needs memory for all attention weights [B, H, T, S], and time to "
+            "compute them, which fused attention itself does not"
+        )
+        return super().weights(q, k, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedBias(Bias):
+    """A bias as the reference code rounds it: a number per key, instead of slope * position."""
+
+    rounded: Rounded
+    uses_key_bound = False
+    why_not_slopes = (
+        "the model must be fused with rounding='exact', got 'checkpoint', whose bias does not "
+        "depend on distance alone"
+    )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
+        return super().attend(*self._with_rounding(q, k, options), v, options)
+
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
+        return super().weights(*self._with_rounding(q, k, options), options)
+
+    def _with_rounding(
+        self, q: Tensor, k: Tensor, options: AttendOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys whose scores hold what rounding adds to slope * position.
+
+        It is one more component of a key for each head that shares it: a query has 1 in its own.
+        """
+        (B, H, T, _), (_, G, S, _) = q.shape, k.shape
+        positions = torch.arange(S, device=q.device)[None]
+        if options.key_range is not None:
+            positions = (positions - options.key_range[:, :1]).clamp(min=0)
+        left = self.slopes.left(q, S, options.key_range)
+        exact = left[:, None] * positions[:, None]
+        error = (self.rounded(left[:, None], positions[:, None], q.dtype) - exact) / self.scale
+        sharing = H // G
+        component = torch.eye(sharing, dtype=q.dtype, device=q.device).repeat(G, 1)
+        q = torch.cat([q, component[:, None].expand(B, H, T, sharing)], dim=-1)
+        error = error.expand(B, H, S).unflatten(1, (G, sharing)).mT
+        return q, torch.cat([k, error.to(k.dtype)], dim=-1)
+
+
+_ROUNDINGS = ("exact", "checkpoint")
+_IMPLEMENTATIONS = ("auto", *(module.NAME for module in IMPLEMENTATIONS))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """What a user of `fuse` chooses; the arguments of `fuse` say what each means."""
 
@@ -42,6 +112,23 @@ class Options:
     train_length: int | None = None
     heads: Sequence[int] | None = None
 
+    def __post_init__(self) -> None:
+        scale = self.slope_scale
+        if self.rounding not in _ROUNDINGS:
+            raise ValueError(f"fuse: rounding must be one of {_ROUNDINGS}, got {self.rounding!r}")
+        if scale is not None and scale != "interpolate":
+            if isinstance(scale, str | bool) or not 0 < scale < float("inf"):
+                rule = "positive, 'interpolate' or None"
+                raise ValueError(f"fuse: slope_scale must be {rule}, got {scale!r}")
+        if scale is not None and self.rounding == "checkpoint":
+            raise ValueError("fuse: slope_scale must be None with rounding='checkpoint'")
+        if (name := self.implementation) not in _IMPLEMENTATIONS:
+            raise ValueError(
+                f"fuse: implementation must be one of {_IMPLEMENTATIONS}, got {name!r}"
+            )
+        if self.train_length is not None and self.train_length < 1:
+            raise ValueError(f"fuse: train_length must be at least 1, got {self.train_length}")
+
     def bias(
         self,
         slopes: NDArray[np.float64],
@@ -49,54 +136,39 @@ class Options:
         rounded: Rounded | None,
         train_length: int | None,
     ) -> Bias:
-        """The bias of a model that has these slopes.
-
-        Args:
-            slopes: [H], of all heads.
-            scale: What q . k is multiplied by.
-            rounded: How the reference code rounds; None where it does not.
-            train_length: What the configuration says about it; None: nothing.
-        """
+        """That of a model: slopes [H], factor on q . k, rounding of its code, and what it says."""
         heads = range(len(slopes)) if self.heads is None else self.heads
         if outside := [head for head in heads if not 0 <= head < len(slopes)]:
             raise ValueError(f"fuse: heads must be in [0, {len(slopes)}), got {outside[0]}")
-        chosen = slopes[list(heads)]
+        chosen = slopes[list(heads)].tolist()
         length = self.train_length or train_length
         if self.slope_scale == "interpolate" and length is None:
             raise ValueError(
-                "fuse: train_length must be given for slope_scale='interpolate', since the configuration does not say it"
+                "fuse: train_length must be given for slope_scale='interpolate', since the "
+                "configuration does not say it"
             )
-        given: Any = {
-            "slopes": ModelSlopes(chosen.tolist(), self.slope_scale, length or 1),
-            "scale": scale,
-            "implementation": self.implementation,
-        }
+        scaled = ModelSlopes(chosen, self.slope_scale, length or 1)
+        exact = Bias(slopes=scaled, scale=scale, implementation=self.implementation)
         if rounded is None or self.rounding != "checkpoint":
-            return Bias(**given)
-        return RoundedBias(**given, rounded=rounded)
+            return exact
+        return RoundedBias(**vars(exact), rounded=rounded)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
-    """An architecture of Transformers.
+    """An architecture of Transformers."""
 
-    Attributes:
-        body: What asks for the mask, and holds the layers.
-        attention: The attention of a layer.
-        language_model: The class that generates.
-        arguments: Of the forward of `attention`, in the version that we know, in words.
-        fused: What the modules of an original class become.
-        bias: (configuration, Options) -> what they say together, or ValueError if that is not ALiBi.
-        num_heads_name: The attribute of a layer that says how many heads it holds.
-    """
+    body: type[nn.Module]  # asks for the mask, and holds the layers
+    attention: type[nn.Module]  # of a layer
+    arguments: str  # of the forward of `attention`, in the version that we know
+    fused: Mapping[type[nn.Module], type[nn.Module]]  # what modules of an original class become
+    bias: Callable[[Any, Options], Bias]  # of a configuration; ValueError if that is not ALiBi
+    num_heads_name: str  # the attribute of a layer that says how many heads it holds
 
-    body: type[nn.Module]
-    attention: type[nn.Module]
-    language_model: type[nn.Module]
-    arguments: str
-    fused: Mapping[type[nn.Module], type[nn.Module]]
-    bias: Callable[[Any, Options], Bias]
-    num_heads_name: str
+    @property
+    def base(self) -> Any:
+        """What its models have in common, such as `BloomPreTrainedModel`."""
+        return self.body.__mro__[1]
 
     def why_unknown(self) -> str | None:
         """Why this version of Transformers cannot be fused; None if it can."""
@@ -112,46 +184,52 @@ class Family:
         """The attention of each layer, fused or not."""
         return [module for module in body.modules() if isinstance(module, self.attention)]
 
-    def set_bias(self, body: nn.Module, bias: Bias) -> None:
-        """Let the modules of a body run fused, with this bias."""
-        change_classes(body, self.fused)
-        for layer in self.layers(body):
-            layer.fused_bias = bias
-
 
 def change_classes(body: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]]) -> None:
     """Let modules be of other classes that know the same attributes."""
     module: Any
     for module in body.modules():
-        if (found := classes.get(type(module))) is not None:
-            module.__class__ = found
+        if (kind := classes.get(type(module))) is not None:
+            module.__class__ = kind
             if "_old_forward" in vars(module):  # what the hooks of accelerate call
-                module._old_forward = MethodType(found.forward, module)
+                module._old_forward = MethodType(kind.forward, module)
 
 
 class FusedAttention:
-    """What the fused attention of a family has: its `fused_forward` runs, with `TokenLayout` in the place of the mask.
-
-    `split` makes queries [B, H, T, D], keys and values [B, G, T, D] of what its first linear layer gives.
-    """
+    """Attention of a family: `fused_forward` runs, which is given the layout as well."""
 
     fused_bias: Bias
-    fused_forward: Callable[..., tuple[Tensor, Tensor | None]]
+    fused_forward: Callable[..., Attended]
+    # Queries [B, H, T, D], keys and values [B, G, T, D] of what the first linear layer gives.
     split: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    layer_idx: int
+    training: bool
 
-    def forward(
-        self, *args: Any, attention_mask: Any = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """That of Transformers, without a mask [T, S]."""
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Attended:
         if not isinstance(attention_mask, TokenLayout):
             got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else None
             raise ValueError(
-                f"{type(self).__name__}: attention_mask of a fused model must have shape [B, S], got {got}, and its "
-                f"attn_implementation must be {NAME!r}"
+                f"{type(self).__name__}: attention_mask of a fused model must have shape [B, S], "
+                f"got {got}, and its attn_implementation must be {NAME!r}"
             )
         if kwargs.get("output_attentions"):
             attention_mask = replace(attention_mask, need_weights=True)
         return self.fused_forward(attention_mask, *args, **kwargs)
+
+    def gather(
+        self, qkv: Tensor, layout: TokenLayout, cache: Cache | None, dropout: float
+    ) -> Attended:
+        """What each token gathers [B, T, H * D], and the weights [B, H, T, S] if asked."""
+        if cache is not None:
+            use_growing_layers(cache)
+        how = How(
+            method=self.fused_bias,
+            layout=layout,
+            cache=cache,
+            layer=self.layer_idx,
+            dropout=dropout if self.training else None,
+        )
+        return attend(*self.split(qkv), how)
 
 
 def make_mask(
@@ -166,29 +244,21 @@ def make_mask(
     device: torch.device,
     **_: Any,
 ) -> TokenLayout:
-    """Answer Transformers' question for a mask.
+    """Answer Transformers' question for a mask, of `attention_mask` [B, S] bool or None.
 
-    Args:
-        batch_size, q_length: B and T.
-        kv_length: Keys in the cache after this pass: more than q_offset + T where a static cache has room.
-        q_offset: Number of cached tokens.
-        mask_function: What Transformers would evaluate for each query and key.
-        attention_mask: [B, S] bool, False at padding; None without padding; a mask made earlier stays.
-        config: Of the model.
-        device: Where the new tokens are.
-
-    Raises:
-        ValueError: The model is of another type, is not causal, or its attention_mask has gaps.
+    A mask that was made earlier stays. A static cache has `kv_length` > q_offset + q_length.
     """
     if isinstance(attention_mask, TokenLayout):
         return attention_mask
     if config.model_type not in MODEL_TYPES:
         raise ValueError(
-            f"linbias: attn_implementation={NAME!r} fuses models of type {', '.join(MODEL_TYPES)}, got {config.model_type}"
+            f"linbias: attn_implementation={NAME!r} fuses models of type "
+            f"{', '.join(MODEL_TYPES)}, got {config.model_type}"
         )
     if mask_function is not causal_mask_function:
         raise ValueError(
-            f"linbias: the attention of a fused {config.model_type} model must be causal, without a mask of its own"
+            f"linbias: the attention of a fused {config.model_type} model must be causal, "
+            "without a mask of its own"
         )
     if not torch.compiler.is_compiling():
         q_offset = int(q_offset)
@@ -203,15 +273,14 @@ def make_mask(
 
 
 def check_texts(model: Any) -> None:
-    """Let a body or a model around it refuse packed rows, whose position_ids most heads of Transformers drop."""
+    """Let a model refuse packed rows, whose position_ids most heads of Transformers drop."""
     name = forward_name(model)
     if isinstance(vars(model).get(name), partial):
         return
     signature = inspect.signature(MethodType(type(model).forward, model))
     checked: Any = partial(_forward, model, tuple(signature.parameters))
-    checked.__signature__ = (
-        signature  # which Trainer and `generate` read to know what a model takes
-    )
+    # Trainer and `generate` read there what a model takes.
+    checked.__signature__ = signature
     vars(model)[name] = checked
 
 
@@ -227,31 +296,36 @@ def stop_checking_texts(model: Any) -> None:
 def _forward(model: Any, arguments: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
     """That of the class of a model, for rows of one text each."""
     given = dict(zip(arguments, args, strict=False)) | kwargs
-    if given.get("position_ids") is not None:
-        _refuse_texts(type(model).__name__, given)
+    if given.get("position_ids") is not None and _has_several_texts(**given):
+        raise ValueError(
+            f"{type(model).__name__}: position_ids of a fused model must count on from token to "
+            "token, got several texts in a row, which would see each other: give each a row of "
+            "its own, with padding and attention_mask"
+        )
     return type(model).forward(model, *args, **kwargs)
 
 
-def _refuse_texts(name: str, given: Mapping[str, Any]) -> None:
-    """Raise a ValueError if position_ids mark several texts in a row, as `read_attention_mask` reads them."""
-    position_ids, cache = given["position_ids"], given.get("cache", given.get("past_key_values"))
-    mask, T = given.get("attention_mask"), position_ids.shape[-1]
+def _has_several_texts(
+    position_ids: Tensor,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    cache: Any = None,
+    **_: Any,
+) -> bool:
+    """Whether position_ids mark several texts in a row, as `read_attention_mask` reads them."""
+    cache, T = past_key_values if cache is None else cache, position_ids.shape[-1]
     if T < 2 or (cache is not None and torch.compiler.is_compiling()):
-        return
+        return False
     new = None
-    if isinstance(mask, Tensor) and mask.ndim == 2:
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         start = 0 if cache is None else int(cache.get_seq_length())
-        new = mask[:, start : start + T].to(position_ids.device) != 0
+        new = attention_mask[:, start : start + T].to(position_ids.device) != 0
         position_ids = position_ids.expand(len(new), T)
-    if find_packing(position_ids, new) is not None:
-        raise ValueError(
-            f"{name}: position_ids of a fused model must count on from token to token, got several texts in a row, "
-            "which would see each other: give each a row of its own, with padding and attention_mask"
-        )
+    return find_packing(position_ids, new) is not None
 
 
 def keep_mask_for_generate(
     config: Any, attention_mask: Tensor | None, **given: Any
 ) -> Tensor | None:
-    """With a static cache, `generate` makes the mask of a forward pass itself; ours is made inside, from [B, S]."""
+    """With a static cache, `generate` makes the mask of a forward pass; ours is made inside."""
     return fill_room(attention_mask, given[CACHE])

@@ -1,7 +1,7 @@
 """MPT: the slopes of the next power of two, every second one first, down to 2^-alibi_bias_max.
 
-Transformers always takes 2^-8 (transformers 5.23); the code that MPT was trained with reads the configuration, and so
-do we. Nor are we bound to `max_seq_len`, beyond which the bias that Transformers makes does not reach.
+Transformers 5.23 takes 2^-8 whatever the configuration says, and its bias ends at `max_seq_len`;
+the code that MPT was trained with, and ours, does neither.
 """
 
 from dataclasses import replace
@@ -16,8 +16,7 @@ from transformers.utils import logging
 
 from linbias.models.decoder.cache import CACHE, takes_cache
 from linbias.models.decoder.layout import TokenLayout
-from linbias.models.fused.bias import Bias, attend
-from linbias.models.fused.family import Family, FusedAttention, Options
+from linbias.models.fused.family import Attended, Bias, Family, FusedAttention, Options
 from linbias.models.prepacked import linear_gelu
 from linbias.schedules import slopes
 
@@ -25,10 +24,7 @@ logger = logging.get_logger(__name__)
 
 
 class FusedMptAttention(FusedAttention, reference.MptAttention):
-    """Returns what the layer adds [B, T, hidden size], and the weights.
-
-    `LinbiasMptForCausalLM` has layers with fewer heads of keys and values, and with norms.
-    """
+    """Returns what the layer adds [B, T, hidden size], and the weights."""
 
     @takes_cache
     def fused_forward(
@@ -37,14 +33,15 @@ class FusedMptAttention(FusedAttention, reference.MptAttention):
         hidden_states: Tensor,
         past_key_values: Cache | None = None,
         **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        q, k, v = self.split(self.Wqkv(hidden_states))
-        gathered, weights = attend(self, q, k, v, layout, past_key_values, self.attn_dropout_p)
+    ) -> Attended:
+        qkv = self.Wqkv(hidden_states)
+        gathered, weights = self.gather(qkv, layout, past_key_values, self.attn_dropout_p)
         return self.out_proj(gathered), weights
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.clip_qkv:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
+        # Fewer heads of keys and values, and norms, are those of `LinbiasMptForCausalLM`.
         shared = getattr(self, "kv_n_heads", self.n_heads)
         by_head = qkv.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = by_head.split([self.n_heads, shared, shared], dim=1)
@@ -77,9 +74,8 @@ FusedMptBlock.__name__ = "MptBlock"  # by which sharding and device maps look fo
 def _norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """Of [B, heads, T, D], over all heads at once or over each, as wide as the norm is."""
     x = x.transpose(1, 2)  # [B, T, heads, D]
-    return (
-        norm(x.reshape(*x.shape[:2], -1, norm.normalized_shape[0])).view(x.shape).transpose(1, 2)
-    )
+    normed = norm(x.reshape(*x.shape[:2], -1, norm.normalized_shape[0]))
+    return normed.view(x.shape).transpose(1, 2)
 
 
 # What neither class computes, and which values say that a model does without.
@@ -112,28 +108,20 @@ _LEFT_OUT: dict[str, tuple[Any, ...]] = {
 
 
 def check_supported(config: Any, caller: str) -> None:
-    """Check that a configuration asks for ALiBi and for nothing that is not built.
-
-    Raises:
-        ValueError: As it says.
-    """
+    """Check that a configuration asks for ALiBi and for nothing that is not built."""
     if not config.attn_config.alibi:
         raise ValueError(f"{caller}: an MPT model must have attn_config.alibi = True, got False")
     _check(config, caller, _NOT_BUILT, "all else is not built")
 
 
 def check_whole(config: MptConfig, caller: str) -> None:
-    """Check that Transformers' class leaves out nothing that a configuration asks for.
-
-    Raises:
-        ValueError: As it says.
-    """
+    """Check that Transformers' class leaves out nothing that a configuration asks for."""
     reason = "the MPT of Transformers leaves it out, linbias.models.load(folder) does not"
     _check(config, caller, _LEFT_OUT, reason)
 
 
 def always_fused(config: Any) -> bool:
-    """Whether a configuration is that of `LinbiasMptForCausalLM`, which Transformers cannot run."""
+    """Whether a configuration is one of `LinbiasMptForCausalLM`, which Transformers cannot run."""
     return hasattr(config, "num_key_value_heads")
 
 
@@ -142,31 +130,22 @@ def _check(config: Any, caller: str, allowed: dict[str, tuple[Any, ...]], reason
         value = config
         for name in path.split("."):
             get = value.get if isinstance(value, dict) else partial(getattr, value)
-            value = get(name, _ABSENT)
-        if value is not _ABSENT and value not in values:
+            value = get(name, values[0])
+        if value not in values:
             got = f"must be {values[0]!r}, got {value!r:.60}"
             raise ValueError(f"{caller}: {path} of an MPT model {got}; {reason}")
 
 
-_ABSENT = object()
-
-
 def bias(config: MptConfig, options: Options) -> Bias:
-    """What the configuration says.
-
-    Raises:
-        ValueError: It asks for no ALiBi, or for what the model's class does not compute.
-    """
     attention = config.attn_config
     check_supported(config, "fuse")
-    is_ours = always_fused(config)
-    if not is_ours:
+    if not always_fused(config):
         check_whole(config, "fuse")
-    if attention.alibi_bias_max != 8 and not is_ours:
-        logger.warning_once(
-            f"fuse: this MPT model has alibi_bias_max={attention.alibi_bias_max}. Its fused attention honours it; "
-            "that of Transformers computes with 8 instead."
-        )
+        if attention.alibi_bias_max != 8:
+            logger.warning_once(
+                f"fuse: this MPT model has alibi_bias_max={attention.alibi_bias_max}. Its fused "
+                "attention honours it; that of Transformers computes with 8 instead."
+            )
     return options.bias(
         slopes(config.n_heads, "mpt", attention.alibi_bias_max),
         scale=attention.softmax_scale or (config.hidden_size / config.n_heads) ** -0.5,
@@ -178,7 +157,6 @@ def bias(config: MptConfig, options: Options) -> Bias:
 FAMILY = Family(
     body=reference.MptModel,
     attention=reference.MptAttention,
-    language_model=reference.MptForCausalLM,
     arguments=f"self hidden_states position_bias {CACHE} attention_mask kwargs",
     fused={
         reference.MptAttention: FusedMptAttention,

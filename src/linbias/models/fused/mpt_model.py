@@ -1,11 +1,7 @@
-"""MPT as its own code computes it, from folders that the MPT of Transformers refuses or runs with parts left out.
+"""MPT as its own code computes it, from folders that Transformers refuses or runs in part.
 
-Transformers' class is that of MPT-7B and 30B. Other models have grouped heads, norms of queries and keys, biases,
-another width of the feed-forward part, or scaled logits; and numbers of a type that Transformers refuses, such as
-`"clip_qkv": 6` and `"attn_pdrop": 0.0`. Here the same modules, under the same names, have what a configuration asks
-for, and always run fused. No code of the folder is run.
-
-Written from the published code of llm-foundry; the attention is held against numbers that it computed.
+Transformers' class is that of MPT-7B and 30B. Here the same modules, under the same names, have
+what a configuration asks for, and run fused. Written from the published code of llm-foundry.
 """
 
 from typing import Any, ClassVar
@@ -30,40 +26,15 @@ class LinbiasMptAttentionConfig(PreTrainedConfig):
     softmax_scale: float | None = None
     alibi: bool = False
     alibi_bias_max: float = 8
-    kv_n_heads: int | None = None
-    qk_ln: bool = False
-    qk_gn: bool = False
+    kv_n_heads: int | None = None  # for attn_type="grouped_query_attention"
+    qk_ln: bool = False  # norms of queries and keys over all heads
+    qk_gn: bool = False  # over each head
 
 
 class LinbiasMptConfig(fields.CheckedConfig):
-    """Describe an MPT model with ALiBi: the fields of the original config.json, in the original's defaults.
+    """Describe an MPT model with ALiBi: the fields of the original config.json, and its defaults.
 
-    Args:
-        d_model: Width of the residual stream, a multiple of n_heads.
-        n_heads: Query heads H.
-        n_layers: Number of layers.
-        expansion_ratio: Width inside the feed-forward part, in multiples of d_model.
-        max_seq_len: Tokens per training sequence, from which slope_scale="interpolate" acts. No limit.
-        vocab_size: Number of token ids.
-        no_bias: Leave the biases of linear layers and norms out.
-        norm_eps: Added to the variance in every norm.
-        logit_scale: Factor on the logits, or "inv_sqrt_d_model".
-        resid_pdrop: Dropout on what each layer adds.
-        attn_config: `alibi` (True), `alibi_bias_max`, `attn_type` ("multihead_attention", "multiquery_attention", or
-            "grouped_query_attention" with `kv_n_heads`), `attn_pdrop`, `clip_qkv`, `softmax_scale`, `qk_ln` (layer
-            norms of queries and keys over all heads), `qk_gn` (over each head).
-        initializer_range: Standard deviation of fresh weights.
-        use_cache: Keep keys and values for decoding when the model is not training.
-        tie_word_embeddings: Read the output weights from the token embedding.
-
-    Raises:
-        ValueError: A field breaks its rule, or asks for what is not built: rotary or learned positions, windows, capped
-            scores, gated feed-forward parts, root-mean-square norms.
-
-    Example:
-        >>> attention = {"alibi": True, "attn_type": "grouped_query_attention", "kv_n_heads": 2}
-        >>> LinbiasMptConfig(d_model=48, n_heads=6, attn_config=attention).num_key_value_heads
-        2
+    A field that breaks its rule, or asks for what is not built, is a ValueError.
     """
 
     model_type = "mpt"
@@ -75,13 +46,13 @@ class LinbiasMptConfig(fields.CheckedConfig):
     d_model: int = 2048
     n_heads: int = 16
     n_layers: int = 24
-    expansion_ratio: float = 4
-    max_seq_len: int = 2048
+    expansion_ratio: float = 4  # width inside the feed-forward part, in multiples of d_model
+    max_seq_len: int = 2048  # from which slope_scale="interpolate" acts; no limit
     vocab_size: int = 50_368
-    no_bias: bool = False
+    no_bias: bool = False  # of linear layers and norms
     norm_eps: float = 1e-5
-    logit_scale: float | str | None = None
-    resid_pdrop: float = 0.0
+    logit_scale: float | str | None = None  # a factor, or "inv_sqrt_d_model"
+    resid_pdrop: float = 0.0  # dropout on what each layer adds
     attn_config: dict[str, Any] | LinbiasMptAttentionConfig | None = None
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -100,17 +71,11 @@ class LinbiasMptConfig(fields.CheckedConfig):
         fields.require(
             self.attn_config, "kv_n_heads", heads % shared == 0, f"a divisor of {heads} heads"
         )
-        inner = 1 <= self.d_model * self.expansion_ratio <= fields.MAXIMA["intermediate_size"]
-        words = (
-            f"such that d_model * expansion_ratio is in [1, {fields.MAXIMA['intermediate_size']}]"
-        )
-        fields.require(self, "expansion_ratio", inner, words)
+        most = fields.MAXIMA["intermediate_size"]
+        fits = 1 <= self.d_model * self.expansion_ratio <= most
+        words = f"such that d_model * expansion_ratio is in [1, {most}]"
+        fields.require(self, "expansion_ratio", fits, words)
         mpt.check_supported(self, type(self).__name__)
-
-    @property
-    def inner_size(self) -> int:
-        """Width inside the feed-forward part."""
-        return int(self.d_model * self.expansion_ratio)
 
     @property
     def num_key_value_heads(self) -> int:
@@ -159,19 +124,12 @@ class ScaledHead(nn.Linear):
 class LinbiasMptForCausalLM(MptForCausalLM):
     """An MPT model with ALiBi whose folder Transformers refuses, or runs with parts left out.
 
-    Calls, caches, `generate`, training and the names of weights are those of Transformers' `MptForCausalLM`. It is fused from the
-    start; `fuse(model, slope_scale=...)` sets options. Not applied: dropout on embedded tokens (`emb_pdrop`) and scaled
-    gradients of the embedding (`embedding_fraction`), which matter in training alone.
-
-    Example:
-        >>> attention = {"alibi": True, "attn_type": "grouped_query_attention", "kv_n_heads": 2, "qk_ln": True}
-        >>> config = LinbiasMptConfig(vocab_size=50, d_model=48, n_heads=6, n_layers=1, attn_config=attention)
-        >>> LinbiasMptForCausalLM(config)(torch.tensor([[1, 2, 3]])).logits.shape
-        torch.Size([1, 3, 50])
+    Not applied, since they act in training alone: `emb_pdrop` and `embedding_fraction`.
     """
 
     config_class = LinbiasMptConfig
     _tied_weights_keys: ClassVar[dict[str, str]] = MptForCausalLM._tied_weights_keys
+    create_masks_for_generate = staticmethod(keep_mask_for_generate)
 
     def __init__(self, config: LinbiasMptConfig) -> None:
         super().__init__(config)
@@ -183,7 +141,6 @@ class LinbiasMptForCausalLM(MptForCausalLM):
         fuse_by_default(self.transformer)
         check_texts(self.transformer)
         check_texts(self)
-        self.create_masks_for_generate = keep_mask_for_generate
         self.post_init()
 
 
@@ -194,7 +151,8 @@ def _norm(config: LinbiasMptConfig) -> nn.LayerNorm:
 def _complete(block: Any, config: LinbiasMptConfig) -> None:
     """Give a block of Transformers what the configuration asks for."""
     attention: Any = config.attn_config
-    size, inner, bias = config.d_model, config.inner_size, not config.no_bias
+    size, bias = config.d_model, not config.no_bias
+    inner = int(size * config.expansion_ratio)
     attn, shared = block.attn, config.num_key_value_heads
     attn.kv_n_heads = shared
     attn.Wqkv = nn.Linear(size, size + 2 * shared * attn.head_dim, bias=bias)
