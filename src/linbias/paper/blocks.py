@@ -28,16 +28,19 @@ def block_tokens(
     return np.concatenate([[before], targets[:-1]], dtype=np.int64), targets
 
 
+def block_order(sizes: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+    """The numbers of blocks as `seed` shuffles them, those of smaller sizes first."""
+    return np.lexsort((np.random.RandomState(seed).permutation(len(sizes)), sizes))
+
+
 def batch_order(
     num_ids: int, length: int, max_tokens: int, seed: int, epoch: int, *, multiple: int = 1
 ) -> list[list[int]]:
-    """The batches of pass 1, 2, ..., shuffled by `seed + epoch`, as numbers of blocks: fewer than
-    `multiple` of them or a multiple of it, of all blocks as `seed` shuffles them, the short one
-    first.
+    """The batches of pass 1, 2, ..., of blocks in `block_order`: fewer than `multiple` in each or
+    a multiple of it, shuffled by `seed + epoch`.
     """
     spans = blocks(num_ids, length)
-    shuffled = np.random.RandomState(seed).permutation(len(spans))
-    order = np.lexsort((shuffled, spans[:, 1] - spans[:, 0]))
+    order = block_order(spans[:, 1] - spans[:, 0], seed)
 
     def allowed(rows: int) -> int:
         return rows if rows < multiple else rows - rows % multiple

@@ -27,6 +27,7 @@ from linbias.lm.checkpoints import readable_model
 from linbias.lm.evaluation import computing
 from linbias.lm.memory import available_bytes
 from linbias.lm.windows import Window, check_tokens, equal_windows, rows_of
+from linbias.paper.blocks import block_order
 from linbias.paper.checkpoint import check_dictionary, load
 from linbias.paper.config import PaperConfig
 from linbias.paper.dictionary import check_words
@@ -75,8 +76,7 @@ class Scores:
         blocks = torch.from_numpy(self.log_probs).split(self.length - self.context_window)
         order = np.arange(len(blocks))
         if self.context_window == 0:
-            shuffled = np.random.RandomState(1).permutation(len(blocks))
-            order = np.lexsort((shuffled, np.array([len(block) for block in blocks])))
+            order = block_order(np.array([len(block) for block in blocks]), seed=1)
         total = torch.zeros(())
         for index in order:
             total = total + blocks[index].sum()
