@@ -9,16 +9,18 @@ from typer.testing import CliRunner
 
 from linbias import cli
 
-# Every option of every command. A new one comes here when no other option means the same: else it takes that one's name.
+# Every option of every command. A new one that means what another one means takes its name.
 NAMES = """
-    accumulation batch-size batch-tokens back batches-per-step call causal chunk clip context-parallel context-window corpus csv
-    dataset device dict epochs fsdp fuse head init initial-learning-rate json learning-rate length
-    limit-tokens log-steps max-bias max-bytes max-length max-new-tokens max-tokens methods min-learning-rate
-    momentum no-fuse no-open normalize nwords output period plot pooling position precision preset prompt prompt-file
-    query quiet results resume rows-multiple save-steps schedule seconds seed seeds set shrink slope slope-scale
-    split steps stream stride symmetric t-mult task temperature tensorboard text test test-lengths threads
-    threshold tokenizer tokens tolerance top-k train train-length train-lengths valid validate-lengths
-    validate-steps version vocab-size warmup-steps weight-decay workers
+    accumulation batch-size batch-tokens back batches-per-step call causal chunk clip
+    context-parallel context-window corpus csv dataset device dict epochs fsdp fuse head init
+    initial-learning-rate json learning-rate length limit-tokens log-steps max-bias max-bytes
+    max-length max-new-tokens max-tokens methods min-learning-rate momentum no-fuse no-open
+    normalize nwords output period plot pooling position precision preset prompt prompt-file
+    query quiet results resume rows-multiple save-steps schedule seconds seed seeds set shrink
+    slope slope-scale split steps stream stride symmetric t-mult task temperature tensorboard
+    text test test-lengths threads threshold tokenizer tokens tolerance top-k train train-length
+    train-lengths valid validate-lengths validate-steps version vocab-size warmup-steps
+    weight-decay workers
 """.split()
 # Words for the same thing, of which the options use at most one.
 SYNONYMS = [
@@ -38,12 +40,7 @@ SYNONYMS = [
     {"dict", "dictionary"},
     {"checkpoint", "model"},
 ]
-SHORT = {
-    "--output": "-o",
-    "--quiet": "-q",
-    "--prompt": "-p",
-    "--max-new-tokens": "-n",
-}
+SHORT = {"--output": "-o", "--quiet": "-q", "--prompt": "-p", "--max-new-tokens": "-n"}
 
 
 def commands(command: Any, path: str = "linbias") -> list[tuple[str, Any]]:
@@ -59,13 +56,18 @@ def options_of(command: Any) -> list[Any]:
     return [p for p in command.params if p.opts[0].startswith("-") and p.name != "help"]
 
 
+every_command = pytest.mark.parametrize(
+    ("path", "command"), COMMANDS, ids=[path for path, _ in COMMANDS]
+)
+
+
 def test_there_are_all_commands():
     names = "explain explore extrapolate doctor train evaluate generate embed convert".split()
     names += [f"paper {name}" for name in ("prepare", "train", "convert", "evaluate", "run")]
     assert {path.removeprefix("linbias ") for path, _ in COMMANDS} >= {*names}
 
 
-@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[path for path, _ in COMMANDS])
+@every_command
 def test_every_option_has_one_spelling(path, command):
     for option in options_of(command):
         (name,) = (word for word in option.opts if word.startswith("--"))
@@ -74,7 +76,7 @@ def test_every_option_has_one_spelling(path, command):
         assert short == [SHORT[name]] if name in SHORT else not short
 
 
-@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[path for path, _ in COMMANDS])
+@every_command
 def test_help_says_plain_types_of_values_and_none_of_flags(path, command):
     words = [*path.split()[1:], "--help"]
     shown = CliRunner().invoke(cli.app, words, env={"COLUMNS": "150"}).stdout

@@ -1,7 +1,6 @@
-"""`--preset annotated`: what it sets, that options which are given win, and a run of it at a tiny size."""
+"""`--preset annotated`: what it sets, that options which are given win, and a tiny run of it."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ from test_cli import TINY, run
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     path = tmp_path_factory.mktemp("corpus") / "lines.txt"
     path.write_text("".join(f"It is {i} times {i}.\n" for i in range(300)))
     return path
@@ -26,7 +25,7 @@ class Stopped(Exception):
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def asked(monkeypatch):
     """Stands in for training: `.settings` and `.corpus` are what it was asked for."""
     found = SimpleNamespace()
 
@@ -155,7 +154,8 @@ def test_what_cannot_be_is_refused_by_the_names_of_options(corpus, tmp_path):
 def test_without_a_network_the_error_comes_first_and_names_the_way_out(
     command, tmp_path, monkeypatch, no_network
 ):
-    monkeypatch.setattr(linbias.lm.settings, "TrainSettings", None)  # would load Transformers
+    for module in ("models", "start"):
+        monkeypatch.setattr(f"linbias.cli.{module}.TrainSettings", None)
     done = run(command, "--preset", "annotated", "-o", tmp_path / "run")
     assert done.exit_code == 2, done.output
     assert "got 'tiny-shakespeare' (the Hugging Face Hub does not answer" in done.stderr

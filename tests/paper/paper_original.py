@@ -1,8 +1,8 @@
-"""The original's side of the tests: checkpoints in its format, and its forward pass in NumPy, float64.
+"""The original's side of the tests: checkpoints in its format, and its forward pass in NumPy.
 
-`golden/paper_checkpoint_*` is checkpoint C of `../shared/golden`: trained for 300 updates by the paper's
-repository on WikiText-2 cut to 1,024 types, each tied tensor kept once. `golden/paper_log_probs.npz`
-holds 300 ids of it and the log-probabilities that the repository gives them in blocks of 64, 128, 300.
+`golden/paper_checkpoint_*` was trained for 300 updates by the paper's repository on WikiText-2 cut
+to 1,024 types, each tied tensor kept once; `golden/paper_log_probs.npz` holds 300 ids, and the
+log-probabilities that the repository gives them in blocks of 64, 128 and 300.
 """
 
 import argparse

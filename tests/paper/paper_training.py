@@ -1,4 +1,4 @@
-"""A run of the paper's recipe that takes a second: its data, its recipe, and how runs are compared."""
+"""A run of the paper's recipe that takes a second: its data, and how runs are compared."""
 
 import json
 from dataclasses import replace
@@ -26,9 +26,9 @@ MODEL = {
     "cutoffs": [12, 24],
     "adaptive_factor": 2.0,
 }
-# 63 blocks of 16 make 16 batches of 4, so 3 make a step and 6 steps a pass; the last of them has one
-# batch to train on and two that are empty. 14 steps cover three passes. Neither save_steps nor
-# validate_steps divides 14, and dropout makes the weights depend on the random state.
+# 63 blocks of 16 make 16 batches of 4, so 3 make a step and 6 steps a pass, of which the last has
+# one batch to train on and two that are empty. 14 steps cover three passes, and neither save_steps
+# nor validate_steps divides them. Dropout makes the weights depend on the random state.
 RECIPE = Recipe(
     length=16,
     model=MODEL,
@@ -46,11 +46,8 @@ RECIPE = Recipe(
 # For several processes: dropout falls elsewhere where a batch is read by another process.
 SMOOTH = replace(
     RECIPE,
-    model={
-        **MODEL,
-        **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
-        "softmax_dropout": 0.0,
-    },
+    model=MODEL
+    | {f"{name}dropout": 0.0 for name in ("", "attention_", "activation_", "softmax_")},
     batches_per_step=6,
     steps=8,
 )

@@ -1,9 +1,7 @@
 """Scoring as the original does it: golden perplexities, and a loop over blocks one at a time."""
 
-import io
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +9,14 @@ import pytest
 import torch
 
 import paper_original as original
+from linbias.lm.memory import PeakMemory
 from linbias.paper import score as scoring
 from linbias.paper.checkpoint import load
 from linbias.paper.config import PaperConfig
 from linbias.paper.model import PaperForCausalLM
-from linbias.paper.score import Scores, score, windows
+from linbias.paper.score import Scores, score
 
+pytestmark = pytest.mark.usefixtures("same_start")
 VOCAB = 41
 RUNS = original.SHARED / "eval" / "perplexities.json"
 GOLDEN_RUNS = json.loads(RUNS.read_text()) if RUNS.exists() else []
@@ -26,11 +26,6 @@ LONGEST = "scores_A_slice20k_l128_cw127.npy"
 needs_shared = pytest.mark.skipif(
     not GOLDEN_RUNS, reason="the golden data lies outside the repository"
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def build(**changes: Any) -> PaperForCausalLM:
@@ -43,7 +38,7 @@ def build(**changes: Any) -> PaperForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def model() -> PaperForCausalLM:
+def model():
     return build()
 
 
@@ -55,7 +50,7 @@ def text(num_ids: int) -> np.ndarray:
 def one_block_at_a_time(
     model: PaperForCausalLM, ids: np.ndarray, length: int, context_window: int
 ) -> np.ndarray:
-    """Walk the blocks as the original's data set does, keeping the last inputs for the next one."""
+    """Walk the blocks as the original's data set does, keeping the last inputs."""
     model.eval()
     inputs = [2, *ids[:-1].tolist()]
     kept: list[int] = []
@@ -82,37 +77,19 @@ LENGTHS = [
     (40, 35, 30),  # all windows reach the start
     (3, 2, 1),
 ]
-every_length = pytest.mark.parametrize(("length", "context_window", "num_ids"), LENGTHS)
 
 
-@every_length
+@pytest.mark.parametrize(("length", "context_window", "num_ids"), LENGTHS)
 def test_every_id_is_scored_as_one_block_at_a_time_would(model, length, context_window, num_ids):
     ids = text(num_ids)
     expected = one_block_at_a_time(model, ids, length, context_window)
     model.train()
+    sizes = {"length": length, "context_window": context_window}
     for batch_tokens in (1, 20, 10**6):
-        scores = score(
-            model,
-            ids,
-            length=length,
-            context_window=context_window,
-            batch_tokens=batch_tokens,
-        )
+        scores = score(model, ids, **sizes, batch_tokens=batch_tokens)
         assert scores.log_probs.dtype == np.float32
         np.testing.assert_allclose(scores.log_probs, expected, atol=2e-5)
     assert model.training
-
-
-@every_length
-def test_windows_ask_for_every_id_once_and_read_no_more_than_length(
-    length, context_window, num_ids
-):
-    done = 0
-    for start, stop, keep in windows(num_ids, length, context_window):
-        assert (stop - keep, 0 < keep, stop - start <= length) == (done, True, True)
-        assert start == max(0, stop - keep - context_window)
-        done = stop
-    assert done == num_ids
 
 
 @pytest.mark.parametrize("position", ["sinusoidal", "rotary", "t5", "none"])
@@ -124,21 +101,15 @@ def test_other_positions_count_from_the_start_of_their_window(position):
         np.testing.assert_allclose(scores.log_probs, expected, atol=2e-5)
 
 
+def golden_run(run):
+    name = run["scores_file"]
+    is_long = "valid" in run["text"] or name.endswith("cw127.npy")  # a split, or a pass an id
+    return pytest.param(run, marks=[pytest.mark.thorough] * is_long, id=name[7:-4])
+
+
 @needs_shared
 @pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(
-            run,
-            # one pass an id, or a whole split
-            marks=[pytest.mark.thorough]
-            if "valid" in run["text"] or run["scores_file"].endswith("cw127.npy")
-            else [],
-            id=run["scores_file"][7:-4],
-        )
-        for run in GOLDEN_RUNS
-        if run["scores_file"] != LONGEST
-    ],
+    "run", [golden_run(run) for run in GOLDEN_RUNS if run["scores_file"] != LONGEST]
 )
 def test_every_evaluation_of_the_original_is_reproduced(run):
     model = load(original.SHARED / "ckpt" / run["checkpoint"])
@@ -162,19 +133,6 @@ def test_a_long_sliding_window_begins_as_the_original_does():
     assert np.abs(scores.log_probs - expected).max() < 2e-5
 
 
-@needs_shared
-@pytest.mark.parametrize(
-    "run",
-    [run for run in GOLDEN_RUNS if (original.SHARED / "eval" / run["scores_file"]).exists()],
-    ids=lambda run: run["scores_file"][7:-4],
-)
-def test_the_originals_scores_add_up_to_the_line_it_prints(run):
-    """Without the rounding of our own scores between: a wrong order of adding would show."""
-    golden = np.load(original.SHARED / "eval" / run["scores_file"])
-    scores = Scores(golden, run["l"], run["context_window"], 0.0, 0)
-    assert scores.line == PRINTED.format(**run)
-
-
 def test_the_printed_line_adds_up_in_float32_block_by_block():
     lost, kept = -(2.0**24), np.full(2**10, -1.0, np.float32)
     one_by_one = Scores(np.append(np.float32(lost), kept), 2, 1, 0.0, 0)  # 2^24 + 1 is 2^24
@@ -184,7 +142,7 @@ def test_the_printed_line_adds_up_in_float32_block_by_block():
     short_block_first = Scores(np.append(kept, np.float32(lost)), 2**10, 0, 0.0, 0)
     assert short_block_first.loss_base2 == one_by_one.loss_base2
     assert short_block_first.line != one_by_one.line
-    # Four blocks of one id each, of which the original's order puts the first last: 3 + 2^24 is 2^24 + 4.
+    # Four blocks of one id, of which the original puts the first last: 3 + 2^24 is 2^24 + 4.
     shuffled = Scores(np.array([lost, -1, -1, -1], np.float32), 1, 0, 0.0, 0)
     assert shuffled.line.startswith("Loss (base 2): 6051103")
 
@@ -202,29 +160,22 @@ def test_perplexity_is_two_to_the_mean_bits():
 # A run that is stopped.
 
 
-def stopped(model: PaperForCausalLM, ids: np.ndarray, path: Path, **options: Any) -> int:
-    """Stop a run after its third batch, as Ctrl-C would; return how many ids were scored."""
-    seen: list[int] = []
-
-    def stop(num_done: int, num_ids: int) -> None:
-        seen.append(num_done)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        score(model, ids, resume=path, progress=stop, **options)
-    return seen[-1]
-
-
 @pytest.mark.parametrize("context_window", [0, 7, 5])
 def test_a_stopped_run_goes_on_to_the_same_scores(model, tmp_path, context_window):
     options = {"length": 8, "context_window": context_window, "batch_tokens": 32}
     ids, path = text(150), tmp_path / "new" / "scores.npz"
     whole = score(model, ids, **options)
-    num_done = stopped(model, ids, path, **options)
-    seen: list[tuple[int, int]] = []
-    again = score(model, ids, resume=path, progress=lambda *at: seen.append(at), **options)
-    assert 0 < num_done < seen[0][0] and seen[-1] == (150, 150)
+    seen = []
+
+    def stop_once(*at):
+        seen.append(at)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(model, ids, resume=path, progress=stop_once, **options)
+    again = score(model, ids, resume=path, progress=stop_once, **options)
+    assert 0 < seen[2][0] < seen[3][0] and seen[-1] == (150, 150)
     assert np.array_equal(again.log_probs, whole.log_probs)
     assert not model.eval().training and list(path.parent.iterdir()) == [path]
 
@@ -242,14 +193,11 @@ def test_a_finished_run_is_not_computed_again(model, tmp_path, monkeypatch):
 def test_scores_are_saved_while_they_are_made(model, tmp_path, monkeypatch):
     monkeypatch.setattr(scoring, "_SECONDS_BETWEEN_WRITES", -1.0)
     path, there = tmp_path / "scores.npz", []
-    score(
-        model,
-        text(64),
-        length=8,
-        batch_tokens=16,
-        resume=path,
-        progress=lambda *_: there.append(len(np.load(path)["log_probs"])),
-    )
+
+    def look(*_):
+        there.append(len(np.load(path)["log_probs"]))
+
+    score(model, text(64), length=8, batch_tokens=16, resume=path, progress=look)
     assert there == [16, 32, 48, 64]
 
 
@@ -274,6 +222,7 @@ def test_a_resumed_run_with_other_settings_is_refused(model, tmp_path, changes, 
 def test_a_resumed_run_with_another_model_is_refused(model, tmp_path):
     path = tmp_path / "scores.npz"
     score(model, text(20), length=8, resume=path)
+    torch.manual_seed(1)
     other = PaperForCausalLM(model.config)
     with pytest.raises(ValueError, match=r"\(model is '\w{64}' there and '\w{64}' here\)"):
         score(other, text(20), length=8, resume=path)
@@ -281,22 +230,20 @@ def test_a_resumed_run_with_another_model_is_refused(model, tmp_path):
     score(other, text(20), length=8, resume=path)
 
 
-def an_array() -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, np.zeros(20, np.float32))
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize("content", [b"no scores", b"PK\3\4", b"", an_array()])
+@pytest.mark.parametrize("content", [b"no scores", b"PK\3\4", b"", np.zeros(20), {"other": 3}])
 def test_a_foreign_file_is_not_resumed(model, tmp_path, content):
     path = tmp_path / "scores.npz"
-    path.write_bytes(content)
+    with path.open("wb") as file:
+        if isinstance(content, bytes):
+            file.write(content)
+        elif isinstance(content, dict):
+            np.savez(file, **content)
+        else:
+            np.save(file, content)
+    before = path.read_bytes()
     with pytest.raises(ValueError, match="score: resume must be a file of scores, got"):
         score(model, text(20), length=8, resume=path)
-    np.savez(path, other=np.zeros(3))
-    with pytest.raises(ValueError, match="score: resume must be a file of scores, got"):
-        score(model, text(20), length=8, resume=path)
-    assert np.load(path)["other"].shape == (3,)  # and it is still there
+    assert path.read_bytes() == before
 
 
 # Bad input.
@@ -305,14 +252,9 @@ def test_a_foreign_file_is_not_resumed(model, tmp_path, content):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ids": np.zeros((2, 3), int)}, r"ids must be one row of at least 1 integer, got int64"),
         ({"ids": np.zeros(0, int)}, r"ids must be one row of at least 1 integer, got int64 \[0\]"),
-        ({"ids": np.zeros(3)}, r"ids must be one row of at least 1 integer, got float64 \[3\]"),
-        (
-            {"ids": np.array([3, VOCAB])},
-            r"ids must lie in \[0, 41\), the model's vocabulary; got 3",
-        ),
-        ({"ids": np.array([-1, 3])}, r"ids must lie in \[0, 41\).*; got -1 to 3"),
+        ({"ids": np.zeros((2, 3), int)}, r"ids must be one row of at least 1 integer, got int64"),
+        ({"ids": np.array([-1, VOCAB])}, r"ids must lie in \[0, 41\), .* got -1 to 41"),
         ({"length": 0}, "length must be at least 1, got 0"),
         ({"batch_tokens": 0}, "batch_tokens must be at least 1, got 0"),
         ({"context_window": 8}, r"context_window must lie in \[0, length = 8\), got 8"),
@@ -329,9 +271,7 @@ def test_a_length_that_does_not_fit_in_memory_is_refused_before_it_starts(monkey
     config = PaperConfig(vocab_size=VOCAB, hidden_size=64, cutoffs=(), position="t5")
     model = PaperForCausalLM(config)
     monkeypatch.setattr(PaperForCausalLM, "log_probs", None)  # would raise something else
-    message = (
-        r"length and batch_tokens must fit in memory, got 10000000 and 16384: .* [\d.]+ GiB, and"
-    )
+    message = r"length and batch_tokens must fit in memory, got 10000000 and 16384: .* GiB, and"
     with pytest.raises(ValueError, match=message):
         score(model, np.zeros(1_000_000, np.uint16), length=10_000_000)
 
@@ -342,8 +282,6 @@ def test_a_length_that_does_not_fit_in_memory_is_refused_before_it_starts(monkey
     ids=str,
 )
 def test_the_memory_that_is_announced_is_about_what_is_used(changes, rows):
-    from linbias.lm.memory import PeakMemory
-
     small = {"vocab_size": 90, "hidden_size": 64, "intermediate_size": 256, "cutoffs": (40,)}
     model = PaperForCausalLM(PaperConfig(num_hidden_layers=2, **small | changes)).eval()
     width = {"t5": 2048, "rotary": 4096}.get(str(changes.get("position")), 16384 // rows)

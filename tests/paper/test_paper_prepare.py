@@ -1,7 +1,5 @@
 """From text to ids: the original's bytes from any text, whole or not at all."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -12,7 +10,6 @@ import tempfile
 import tracemalloc
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,15 +23,7 @@ from linbias.paper.store import read_data
 from paper_training import write
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
-
-
 WIKITEXT, GOLDEN = SHARED / "data" / "wikitext-2", SHARED / "golden" / "fairseq"
-
-
-needs_golden = pytest.mark.skipif(
-    not (WIKITEXT.is_dir() and GOLDEN.is_dir()), reason="no golden data in ../shared"
-)
-
 
 # White space and line ends of every kind, the special words, and words of 1 to 4 bytes a letter.
 PIECES = [
@@ -100,43 +89,37 @@ def zipf_text(num_lines: int, num_words: int, seed: int = 0) -> str:
 @example("a\n b", " ", -1, -1, 8, 1)
 @example("a\r\nb\r", "<unk> c </s>", -1, -1, 1, 2)
 def test_files_are_those_of_a_plain_reading_of_the_text(
-    text: str, other: str, nwords: int, threshold: int, padding: int, range_bytes: int
-) -> None:
+    text, other, nwords, threshold, padding, range_bytes
+):
+    sizes = {"nwords": nwords, "threshold": threshold, "padding_factor": padding}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranges, "_RANGE_BYTES", range_bytes)
         train = write(Path(folder, "a"), text)
         valid = write(Path(folder, "b"), other)
         out = Path(folder, "out")
-        prepare(
-            {"train": train, "valid": valid},
-            out,
-            nwords=nwords,
-            threshold=threshold,
-            padding_factor=padding,
-        )
-        lines = oracle_words(train)
+        made = prepare({"train": train, "valid": valid}, out, **sizes)
+        lines, others = oracle_words(train), oracle_words(valid)
         symbols = oracle_symbols(lines, nwords, threshold, padding)
         counts = Counter(word for line in lines for word in line)
         listed = "".join(f"{word} {counts[word]}\n" for word in symbols[4:])
         data, index = oracle_files(lines, symbols)
-        valid_data, valid_index = oracle_files(oracle_words(valid), symbols)
-        assert contents(out) == {
-            "dict.txt": listed.encode(),
-            "train.bin": data,
-            "train.idx": index,
-            "valid.bin": valid_data,
-            "valid.idx": valid_index,
-        }
+        valid_data, valid_index = oracle_files(others, symbols)
+        files = {"dict.txt": listed.encode(), "train.bin": data, "train.idx": index}
+        assert contents(out) == files | {"valid.bin": valid_data, "valid.idx": valid_index}
+        replaced = sum(word not in symbols for line in others for word in line)
+        num_ids = len(valid_data) // 2
+        assert made.splits["valid"] == Split(len(others), num_ids, replaced)
+        assert made.dictionary_size == len(symbols)
 
 
-def test_words_are_parted_where_the_regular_expression_of_the_original_parts_them() -> None:
+def test_words_are_parted_where_the_regular_expression_of_the_original_parts_them():
     every = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
     text = "x".join(every)
     assert text.split() == re.sub(r"\s+", " ", text).strip().split(" ")
 
 
 @pytest.fixture(scope="module")
-def zipf(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def zipf(tmp_path_factory):
     folder = tmp_path_factory.mktemp("zipf")
     return {
         split: write(folder / split, zipf_text(num_lines, 3000, seed))
@@ -145,9 +128,7 @@ def zipf(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.thorough
-def test_workers_change_nothing(
-    zipf: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_change_nothing(zipf, tmp_path, monkeypatch):
     alone = prepare(zipf, tmp_path / "alone")
     monkeypatch.setattr(ranges, "_RANGE_BYTES", 10_000)
     together = prepare(zipf, tmp_path / "together", workers=2)
@@ -155,31 +136,16 @@ def test_workers_change_nothing(
     assert alone.splits == together.splits
 
 
-def test_what_was_found_is_counted(tmp_path: Path) -> None:
-    texts = {
-        "train": write(tmp_path / "a", "the cat\n\nthe <unk>"),
-        "valid": write(tmp_path / "b", "dog the\n"),
-    }
-    made = prepare(texts, tmp_path / "out")
-    assert made.dictionary_size == 8
-    assert made.splits == {"train": Split(3, 7, 0), "valid": Split(1, 3, 1)}
-
-
-def test_dictionary_that_exists_is_used_as_it_is(zipf: dict[str, Path], tmp_path: Path) -> None:
+def test_dictionary_that_exists_is_used_as_it_is(zipf, tmp_path):
     first = prepare(zipf, tmp_path / "first", nwords=500).folder
-    again = prepare(
-        {"test": zipf["test"]}, tmp_path / "again", dictionary=first / "dict.txt"
-    ).folder
-    assert contents(again) == {
-        name: data
-        for name, data in contents(first).items()
-        if name in ("dict.txt", "test.bin", "test.idx")
-    }
+    texts = {"test": zipf["test"]}
+    again = prepare(texts, tmp_path / "again", dictionary=first / "dict.txt").folder
+    everything = contents(first)
+    files = ("dict.txt", "test.bin", "test.idx")
+    assert contents(again) == {name: everything[name] for name in files}
 
 
-def test_memory_does_not_grow_with_the_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "_RANGE_BYTES", 1 << 14)
     peaks = []
     for repeats in (2, 20):
@@ -191,9 +157,7 @@ def test_memory_does_not_grow_with_the_text(
     assert peaks[1] - peaks[0] < 0.1 * text.stat().st_size
 
 
-def test_progress_rises_to_the_bytes_read(
-    zipf: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_rises_to_the_bytes_read(zipf, tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "_RANGE_BYTES", 20_000)
     calls: list[tuple[int, int | None]] = []
     prepare(zipf, tmp_path / "out", progress=lambda *call: calls.append(call))
@@ -206,9 +170,7 @@ def test_progress_rises_to_the_bytes_read(
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])  # two ranges are counted, then encoded
-def test_interrupted_run_leaves_nothing(
-    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_run_leaves_nothing(call, tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "_RANGE_BYTES", 6)
     text = write(tmp_path / "text", "a b c\n" * 2)
     calls = itertools.count(1)
@@ -222,7 +184,7 @@ def test_interrupted_run_leaves_nothing(
     assert list(tmp_path.iterdir()) == [text]
 
 
-def test_leavings_of_a_killed_run_go(tmp_path: Path) -> None:
+def test_leavings_of_a_killed_run_go(tmp_path):
     text = write(tmp_path / "text", "a\n")
     (tmp_path / ".out.partial").mkdir()
     write(tmp_path / ".out.partial" / "train.bin", "half")
@@ -233,9 +195,7 @@ def test_leavings_of_a_killed_run_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_text_that_is_not_utf8_is_refused_with_its_place(
-    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_that_is_not_utf8_is_refused_with_its_place(workers, tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "_RANGE_BYTES", 4)
     text = write(tmp_path / "text", b"fine\nstill\nna\xefve\n")
     message = r"prepare: texts must be UTF-8, got 0xef at byte 13 of .*text"
@@ -261,9 +221,7 @@ BAD_CALLS = [
 
 
 @pytest.mark.parametrize(("message", "call"), BAD_CALLS)
-def test_bad_call_is_refused(
-    message: str, call: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_call_is_refused(message, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "text", "a\n")
     write(tmp_path / "empty", "")
@@ -276,23 +234,19 @@ def test_bad_call_is_refused(
 
 
 @pytest.fixture
-def data_set(data_sets: SimpleNamespace) -> SimpleNamespace:
-    lines = {"test": ["", " d <unk> \n"], "train": ["", " = A = \n", "", " b c b \n"], "validation": [" b \n"]}  # fmt: skip
+def data_set(data_sets):
+    lines = {"test": ["", " d <unk> \n"], "validation": [" b \n"]}
+    lines["train"] = ["", " = A = \n", "", " b c b \n"]
     data_sets.data = {split: [{"text": line} for line in lines[split]] for split in lines}
     return data_sets
 
 
-def test_data_set_is_prepared_like_its_text(data_set: SimpleNamespace, tmp_path: Path) -> None:
-    progress: list[tuple[int, int | None]] = []
-    prepare(
-        "wikitext-103",
-        tmp_path / "out",
-        nwords=6,
-        progress=lambda *call: progress.append(call),
-    )
-    assert data_set.calls == [
-        ("Salesforce/wikitext", "wikitext-103-v1", {"streaming": True, "cache_dir": None})
-    ]
+def test_data_set_is_prepared_like_its_text(data_set, tmp_path):
+    progress = []
+    out = tmp_path / "out"
+    prepare("wikitext-103", out, nwords=6, progress=lambda *call: progress.append(call))
+    options = {"streaming": True, "cache_dir": None}
+    assert data_set.calls == [("Salesforce/wikitext", "wikitext-103-v1", options)]
     texts = {"train": "\n = A = \n\n b c b \n", "valid": " b \n", "test": "\n d <unk> \n"}
     for split, text in texts.items():
         write(tmp_path / split, text)
@@ -304,9 +258,7 @@ def test_data_set_is_prepared_like_its_text(data_set: SimpleNamespace, tmp_path:
     assert progress[-1] == (total, total)
 
 
-def test_data_set_that_breaks_off_leaves_nothing(
-    data_set: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_data_set_that_breaks_off_leaves_nothing(data_set, tmp_path):
     def breaks_off():
         yield {"text": "a"}
         raise ConnectionError("no network")
@@ -317,71 +269,59 @@ def test_data_set_that_breaks_off_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_data_set_is_not_fetched_for_nothing(data_set: SimpleNamespace, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="prepare: data set must be one of wikitext-2, wikitext-103, got 'c4'"
-    ):
+def test_data_set_is_not_fetched_for_nothing(data_set, tmp_path):
+    message = "prepare: data set must be one of wikitext-2, wikitext-103, got 'c4'"
+    with pytest.raises(ValueError, match=message):
         prepare("c4", tmp_path / "out")
     with pytest.raises(ValueError, match="output must be a new or empty folder"):
         prepare("wikitext-2", write(tmp_path / "out", "file"))
     assert not data_set.calls
 
 
-def test_folder_is_read_whole_or_refused(zipf: dict[str, Path], tmp_path: Path) -> None:
+def test_folder_is_read_whole_or_refused(zipf, tmp_path):
     folder = prepare(zipf, tmp_path / "data", nwords=100).folder
+
+    def refused(message, split):
+        with pytest.raises(ValueError, match=message):
+            read_data(folder, split)
+
     dictionary, ids = read_data(folder, "valid")
     assert (len(dictionary), len(ids.sizes)) == (104, 90)
-    with pytest.raises(
-        ValueError, match=r"split must be one of .* \(test, train, valid\), got 'x"
-    ):
-        read_data(folder, "x")
+    refused(r"split must be one of .* \(test, train, valid\), got 'x'", "x")
     (folder / "valid.bin").unlink()
-    with pytest.raises(ValueError, match=r"valid.bin must be in .*data, got no such file"):
-        read_data(folder, "valid")
+    refused(r"valid.bin must be in .*data, got no such file", "valid")
     write(folder / "dict.txt", "a 1\n")
-    with pytest.raises(ValueError, match=r"train.bin must hold ids in \[0, 5\), the dictionary"):
-        read_data(folder, "train")
+    refused(r"train.bin must hold ids in \[0, 5\), the dictionary", "train")
     (folder / "dict.txt").unlink()
-    with pytest.raises(ValueError, match=r"folder must hold dict.txt, got .*data"):
-        read_data(folder, "train")
+    refused(r"folder must hold dict.txt, got .*data", "train")
     with pytest.raises(ValueError, match=r"Dictionary.read: path must be a dict.txt, got .*data"):
         Dictionary.read(folder)
 
 
-@needs_golden
+LONG = pytest.mark.thorough
+
+
+@pytest.mark.skipif(not (WIKITEXT.is_dir() and GOLDEN.is_dir()), reason="no golden data")
 @pytest.mark.parametrize(
     ("name", "texts", "settings"),
     [
-        pytest.param(
-            "wikitext-2",
-            {"train": "train", "valid": "valid", "test": "test"},
-            {},
-            marks=pytest.mark.thorough,
-        ),
-        ("slices", {"valid": "slice20k", "test": "slice4k"}, {"dictionary": True}),
-        pytest.param(
-            "wikitext-2-v1024",
-            {"train": "train", "valid": "valid"},
-            {"nwords": 1024},
-            marks=pytest.mark.thorough,
-        ),
+        pytest.param("wikitext-2", ["train", "valid", "test"], {}, marks=LONG),
+        ("slices", ["slice20k", "slice4k"], {"dictionary": True}),
+        pytest.param("wikitext-2-v1024", ["train", "valid"], {"nwords": 1024}, marks=LONG),
     ],
 )
-def test_wikitext_2_becomes_the_original_s_files(
-    name: str, texts: dict[str, str], settings: dict[str, object], tmp_path: Path
-) -> None:
+def test_wikitext_2_becomes_the_original_s_files(name, texts, settings, tmp_path):
     if "dictionary" in settings:
         settings = {"dictionary": GOLDEN / "data" / "wikitext-2" / "dict.txt"}
-    paths = {split: WIKITEXT / f"{text}.txt" for split, text in texts.items()}
+    names = {"slice20k": "valid", "slice4k": "test"}
+    paths = {names.get(text, text): WIKITEXT / f"{text}.txt" for text in texts}
     made = prepare(paths, tmp_path / "out", **settings)
     known = json.loads((GOLDEN / "data" / "data_counts.json").read_text("utf-8"))[name]
     ours, theirs = contents(made.folder), contents(GOLDEN / "data" / name)
-    assert {file: ours[file] == data for file, data in theirs.items()} == dict.fromkeys(
-        theirs, True
-    )
+    assert all(ours[file] == data for file, data in theirs.items())
     assert hashlib.sha256(ours["dict.txt"]).hexdigest() == known["dict"]["sha256"]
     assert made.dictionary_size == known["dict"]["types_incl_4_specials"]
-    for split in set(texts) & set(known):
+    for split in set(paths) & set(known):
         assert hashlib.sha256(ours[f"{split}.bin"]).hexdigest() == known[split]["bin_sha256"]
         assert made.splits[split].num_lines == known[split]["lines"]
         assert made.splits[split].num_ids == known[split]["tokens_incl_eos"]

@@ -1,10 +1,8 @@
-"""Training with the paper's recipe: what a run computes, what it leaves, and what it refuses."""
-
-from __future__ import annotations
+"""Training with the paper's recipe: what a run computes and leaves, continued and in two
+processes too, and what it refuses."""
 
 import json
 import math
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,28 +15,35 @@ from safetensors.torch import load_file
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
 import linbias.paper.train as train_module
-from interrupting import Stop, StopAt
+from interrupting import Stop, StopAt, callbacks_that_kill, killed_processes, torchrun
 from linbias.models import load as load_model
 from linbias.paper.blocks import batch_order, block_tokens, blocks
 from linbias.paper.config import PaperConfig
 from linbias.paper.model import PaperForCausalLM
-from linbias.paper.optimizer import NAG, cosine_lr
-from linbias.paper.step import SeedEachStep
+from linbias.paper.step import NAG, SeedEachStep, cosine_lr
 from linbias.paper.store import read_ids, write_ids
-from linbias.paper.train import PaperMetrics, train
-from paper_training import MODEL, ORIGINAL, RECIPE, log, metrics, train_into
+from linbias.paper.train import train
+from paper_training import (
+    MODEL,
+    ORIGINAL,
+    RECIPE,
+    SMOOTH,
+    KeepMomentum,
+    assert_same_run,
+    log,
+    metrics,
+    train_into,
+)
 
 
-def test_a_step_is_what_the_paper_says_bit_for_bit(paper_data: Path, paper_run: Path) -> None:
+def test_a_step_is_what_the_paper_says_bit_for_bit(paper_data, paper_run):
     """The run again, without Trainer: every logged number and the weights at the end."""
     set_seed(RECIPE.seed)
     config = PaperConfig(**MODEL, vocab_size=48, position="alibi", train_length=16)
     model = PaperForCausalLM(config).train()
     optimizer = NAG(model.parameters(), momentum=0.99)
-    ids, lines = (
-        read_ids(paper_data / "train").tokens,
-        [line for line in log(paper_run) if "lr" in line],
-    )
+    ids = read_ids(paper_data / "train").tokens
+    lines = [line for line in log(paper_run) if "lr" in line]
     schedule = [
         cosine_lr(n, init=1e-7, lr=1.0, warmup=3, period=11, min_lr=1e-4, t_mult=2, shrink=0.75)
         for n in range(15)
@@ -67,39 +72,27 @@ def test_a_step_is_what_the_paper_says_bit_for_bit(paper_data: Path, paper_run: 
         optimizer.step()
         optimizer.zero_grad()
         bits = total.item() / math.log(2)
-        assert lines[n] == {
-            "step": n + 1,
-            "loss_base2": bits,
-            "ppl": 2**bits,
-            "gnorm": norm.item(),
-            "lr": schedule[n + 1],
-        }
-    momentum = torch.load(paper_run.parent / "momentum.pt", weights_only=True)
-    assert momentum["param_groups"][0]["lr_old"] == schedule[13]
+        logged = {"step": n + 1, "loss_base2": bits, "ppl": 2**bits}
+        assert lines[n] == {**logged, "gnorm": norm.item(), "lr": schedule[n + 1]}
+    sizes = [min(16, len(ids) - 16 * b) for step in steps for batch in step for b in batch]
+    assert (len(lines), metrics(paper_run)["tokens"]) == (14, sum(sizes))
+    kept = torch.load(paper_run.parent / "momentum.pt", weights_only=True)
+    assert kept["param_groups"][0]["lr_old"] == schedule[13]
     for index, p in enumerate(model.parameters()):
-        assert torch.equal(
-            momentum["state"][index]["momentum_buffer"], optimizer.state[p]["momentum_buffer"]
-        )
+        momentum = optimizer.state[p]["momentum_buffer"]
+        assert torch.equal(kept["state"][index]["momentum_buffer"], momentum)
 
 
-def test_log_and_metrics_describe_the_run(paper_run: Path) -> None:
+def test_log_and_metrics_describe_the_run(paper_run):
     lines, measured = log(paper_run), metrics(paper_run)
     validated = [line for line in lines if "valid_ppl" in line]
-    assert [line["step"] for line in lines if "lr" in line] == list(range(1, 15))
     assert [line["step"] for line in validated] == [4, 8, 12, 14]
     best = min(validated, key=lambda line: line["valid_loss_base2"])
     assert measured["best_step"] == best["step"]
     assert measured["valid_loss_base2"] == best["valid_loss_base2"]
     assert measured["valid_ppl"] == 2 ** best["valid_loss_base2"]
-    assert (
-        measured["loss_base2"] == next(line for line in lines[::-1] if "lr" in line)["loss_base2"]
-    )
+    assert measured["loss_base2"] == [line for line in lines if "lr" in line][-1]["loss_base2"]
     assert (measured["steps"], measured["num_processes"]) == (14, 1)
-    # Two passes, then a sixth of the blocks that are full and one batch with the short one.
-    assert 2000 + 2 * 3 * 64 - 8 <= measured["tokens"] <= 2000 + 2 * 3 * 64
-    assert measured["tokens_per_second"] == pytest.approx(
-        measured["tokens"] / (measured["steps"] * measured["step_seconds"])
-    )
     assert {path.name for path in paper_run.iterdir()} == {
         *("recipe.json", "log.jsonl", "metrics.json", "dict.txt"),
         *("tokenizer.json", "tokenizer_config.json"),
@@ -107,34 +100,22 @@ def test_log_and_metrics_describe_the_run(paper_run: Path) -> None:
     }
 
 
-def test_result_loads_by_auto_classes_and_has_every_weight_once(
-    paper_data: Path, paper_run: Path
-) -> None:
+def test_result_loads_by_auto_classes_and_has_every_weight_once(paper_data, paper_run):
     model = load_model(paper_run)
     assert isinstance(model, PaperForCausalLM)
     config = model.config
     assert (config.train_length, config.vocab_size, config.use_cache) == (16, 48, True)
     assert metrics(paper_run)["num_parameters"] == model.num_parameters()
-    assert set(load_file(paper_run / "model.safetensors")) == {
-        n for n, _ in model.named_parameters()
-    }
+    names = {name for name, _ in model.named_parameters()}
+    assert set(load_file(paper_run / "model.safetensors")) == names
     assert (paper_run / "dict.txt").read_bytes() == (paper_data / "dict.txt").read_bytes()
-    # The validation loss is the mean over all ids: blocks of 16 in batches of 4, and 8 ids in one of their own.
+    # The validation loss is the mean over all ids: blocks of 16 in batches of 4, and 8 ids more.
     ids, total = read_ids(paper_data / "valid").tokens, 0.0
     for start, stop in blocks(len(ids), 16):
         read, targets = (torch.from_numpy(part)[None] for part in block_tokens(ids, start, stop))
         total += model(input_ids=read, targets=targets, num_items_in_batch=1).loss.item()
     bits = total / len(ids) / math.log(2)
     assert metrics(paper_run)["valid_loss_base2"] == pytest.approx(bits, rel=1e-5)
-
-
-def test_finished_run_is_returned_as_it_is(
-    paper_data: Path, paper_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train_module, "PaperTrainer", None)
-    before = {path: path.stat().st_mtime_ns for path in paper_run.iterdir()}
-    assert train(paper_data, paper_run, RECIPE) == PaperMetrics.read(paper_run)
-    assert {path: path.stat().st_mtime_ns for path in paper_run.iterdir()} == before
 
 
 class KeepWeights(TrainerCallback):
@@ -149,9 +130,7 @@ class KeepWeights(TrainerCallback):
 
 
 @pytest.mark.thorough
-def test_best_model_is_kept_and_the_last_where_nothing_is_validated(
-    paper_data: Path, tmp_path: Path
-) -> None:
+def test_best_model_is_kept_and_the_last_where_nothing_is_validated(paper_data, tmp_path):
     keep = KeepWeights()
     rising = replace(RECIPE, learning_rate=30.0, min_learning_rate=30.0, warmup_steps=13, clip=1.0)
     output = train_into(paper_data, tmp_path / "rising", rising, callbacks=[keep])
@@ -167,27 +146,8 @@ def test_best_model_is_kept_and_the_last_where_nothing_is_validated(
     assert "valid_ppl" not in metrics(output)
 
 
-def test_training_learns(paper_data: Path, tmp_path: Path) -> None:
-    recipe = replace(RECIPE, steps=50, warmup_steps=5, save_steps=50, log_steps=50)
-    recipe = replace(recipe, model={**MODEL, "dropout": 0.0, "softmax_dropout": 0.0})
-    metrics = train(paper_data, tmp_path, recipe, progress=False)
-    assert metrics.valid_loss_base2 < 4.5  # of log2(44) = 5.5 at random and log2(3) at best
-
-
-def test_progress_is_lines_on_stderr_or_nothing(
-    paper_data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    train(paper_data, tmp_path / "quiet", replace(RECIPE, steps=4), progress=False)
-    assert capfd.readouterr() == ("", "")
-    train(paper_data, tmp_path / "loud", replace(RECIPE, steps=4))
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.count("training") == 1
-    assert "4/4" in err and "tokens/s" in err
-
-
 @pytest.mark.skipif(not ORIGINAL.exists(), reason="no ../shared/golden/fairseq")
-def test_validation_loss_is_that_of_the_originals_trainer(tmp_path: Path) -> None:
+def test_validation_loss_is_that_of_the_originals_trainer(tmp_path):
     """It drops two tail terms, so that it says 5.291 where eval_lm says 5.295."""
     from linbias.paper.checkpoint import load
 
@@ -206,7 +166,7 @@ def test_validation_loss_is_that_of_the_originals_trainer(tmp_path: Path) -> Non
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not ORIGINAL.exists(), reason="no ../shared/golden/fairseq")
-def test_first_steps_lose_what_those_of_the_original_lose(tmp_path: Path) -> None:
+def test_first_steps_lose_what_those_of_the_original_lose(tmp_path):
     """The same blocks in the same order; only the initial weights and dropout are other draws."""
     golden = json.loads((ORIGINAL / "train" / "train_log_A.json").read_text())
     recipe = replace(
@@ -222,12 +182,9 @@ def test_first_steps_lose_what_those_of_the_original_lose(tmp_path: Path) -> Non
         warmup_steps=60,
         validate_steps=0,
     )
+    data, stop = ORIGINAL / "data" / "wikitext-2", StopAt(25)
     with pytest.raises(Stop):
-        train(
-            *(ORIGINAL / "data" / "wikitext-2", tmp_path, recipe),
-            progress=False,
-            callbacks=[StopAt(25)],
-        )
+        train(data, tmp_path, recipe, progress=False, callbacks=[stop])
     ours, theirs = log(tmp_path), golden[:25]
     assert [line["step"] for line in ours] == [line["update"] for line in theirs]
     for line, other in zip(ours, theirs, strict=True):
@@ -237,23 +194,106 @@ def test_first_steps_lose_what_those_of_the_original_lose(tmp_path: Path) -> Non
         assert abs(mean / golden_mean - 1) < allowed, name
 
 
+# Interrupted, or in several processes
+
+
+def train_until_killed(event: str, step: int, paper_data: Path, output: Path) -> None:
+    callbacks = callbacks_that_kill(event, step)
+    train(paper_data, output, RECIPE, progress=False, callbacks=callbacks)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [("on_step_end", 1), ("while moving", 4), ("while saving", 5), ("while saving", 10)],
+        [("on_step_begin", 5), ("on_evaluate", 8), ("on_step_end", 11), ("on_train_end", 14)],
+    ],
+    ids=lambda deaths: ", ".join(f"{event} {step}" for event, step in deaths),
+)
+def test_killed_run_ends_like_an_unbroken_one(deaths, paper_run, paper_data, tmp_path):
+    output = tmp_path / "run"
+    for death in deaths:
+        killed_processes(train_until_killed, [death], paper_data, output)
+        assert not (output / "metrics.json").exists()
+    train(paper_data, output, RECIPE, progress=False, callbacks=[KeepMomentum(output)])
+    assert_same_run(output, paper_run)
+    files = [folder.parent / "momentum.pt" for folder in (output, paper_run)]
+    ours, theirs = (torch.load(file, weights_only=True) for file in files)
+    assert ours["param_groups"] == theirs["param_groups"]  # lr_old is there
+    for index, state in theirs["state"].items():
+        assert torch.equal(ours["state"][index]["momentum_buffer"], state["momentum_buffer"])
+
+
+def test_a_result_that_was_deleted_is_made_again(paper_data, tmp_path):
+    recipe = replace(RECIPE, steps=2, warmup_steps=1, validate_steps=0)
+    weights = train_into(paper_data, tmp_path / "run", recipe) / "model.safetensors"
+    made = weights.read_bytes()
+    weights.unlink()
+    train(paper_data, tmp_path / "run", recipe, progress=False)
+    assert weights.read_bytes() == made
+
+
+IN_EACH_PROCESS = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from torch import distributed
+from interrupting import Stop, StopAt
+from linbias.paper.train import train
+from paper_training import SMOOTH
+
+data, folder = map(Path, sys.argv[1:])
+train(data, folder / "ddp", SMOOTH, progress=False)
+for name, change in {"fsdp": {"fsdp": {}}, "pieces": {"context_parallel": 2}}.items():
+    recipe = replace(SMOOTH, **change)
+    train(data, folder / name, recipe, progress=False)
+    broken = folder / f"resumed-{name}"
+    try:
+        train(data, broken, recipe, progress=False, callbacks=[StopAt(7)])
+    except Stop:
+        train(data, broken, recipe, progress=False)
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+def test_two_processes_train_the_model_of_one(paper_data, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(IN_EACH_PROCESS)
+    done = torchrun(script, paper_data, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "" and "missing keys" not in done.stderr
+    alone = train_into(paper_data, tmp_path / "alone", SMOOTH)
+    for kind in ("ddp", "fsdp", "pieces"):
+        for line, theirs in zip(log(alone), log(tmp_path / kind), strict=True):
+            assert theirs == pytest.approx(line, rel=1e-4)
+        weights = load_file(tmp_path / kind / "model.safetensors")
+        for name, value in load_file(alone / "model.safetensors").items():
+            torch.testing.assert_close(weights[name], value, atol=1e-4, rtol=0)
+    for kind in ("fsdp", "pieces"):
+        assert_same_run(tmp_path / f"resumed-{kind}", tmp_path / kind)
+    with pytest.raises(ValueError, match="num_processes is 2 there and 1 here"):
+        train(paper_data, tmp_path / "ddp", SMOOTH, progress=False)
+
+
 # What is refused
 
 
 def test_other_recipe_and_other_data_are_refused_with_the_difference(
-    paper_data: Path, paper_run: Path, tmp_path: Path
-) -> None:
+    paper_data, paper_run, tmp_path
+):
     other = replace(RECIPE, learning_rate=0.5, model={**MODEL, "dropout": 0.0})
-    with pytest.raises(
-        ValueError, match=r"recipe\.learning_rate is 1\.0 there and 0\.5 here"
-    ) as error:
+    rate, dropout = (
+        "learning_rate is 1.0 there and 0.5",
+        "recipe.model.dropout is None there and 0.0",
+    )
+    with pytest.raises(ValueError, match=rf"recipe\.{rate} here; {dropout} here"):
         train(paper_data, paper_run, other, progress=False)
-    assert "recipe.model.dropout is None there and 0.0 here" in str(error.value)
-    for path in paper_data.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    write_ids(tmp_path / "train", [2], [np.array([4, 5])])
+    data = shutil.copytree(paper_data, tmp_path / "data")
+    write_ids(data / "train", [2], [np.array([4, 5])])
     with pytest.raises(ValueError, match=r"data\.train\.bin is '\w+' there and '\w+' here"):
-        train(tmp_path, paper_run, RECIPE, progress=False)
+        train(data, paper_run, RECIPE, progress=False)
 
 
 BAD_RUNS = [
@@ -265,32 +305,26 @@ BAD_RUNS = [
 
 
 @pytest.mark.parametrize(("message", "change"), BAD_RUNS)
-def test_bad_run_is_refused_before_anything_is_written(
-    message: str, change: dict[str, object], paper_data: Path, tmp_path: Path
-) -> None:
+def test_bad_run_is_refused_before_anything_is_written(message, change, paper_data, tmp_path):
     with pytest.raises(ValueError, match=message):
         train(paper_data, tmp_path / "run", replace(RECIPE, **change), progress=False)
     assert not (tmp_path / "run").exists()
 
 
-def test_several_gpus_in_one_process_are_refused(
-    paper_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_gpus_in_one_process_are_refused(paper_data, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ValueError, match=r"process of its own, got 1 for 4 .*--nproc-per-node 4"):
         train(paper_data, tmp_path, replace(RECIPE, device="auto"), progress=False)
 
 
-def test_batches_that_cannot_be_shared_are_refused(
-    paper_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_that_cannot_be_shared_are_refused(paper_data, tmp_path, monkeypatch):
     monkeypatch.setattr("linbias.lm.loop.Sharing.by", lambda *_: SimpleNamespace(of=2))
     with pytest.raises(ValueError, match="multiple of the 2 processes, got 3"):
         train(paper_data, tmp_path, RECIPE, progress=False)
 
 
-def test_each_piece_of_a_sequence_draws_its_own_dropout() -> None:
+def test_each_piece_of_a_sequence_draws_its_own_dropout():
     def drawn(piece: int) -> list[float]:
         state = SimpleNamespace(global_step=3)
         SeedEachStep(1, piece).on_step_begin(None, state, None)  # type: ignore[arg-type]
@@ -301,28 +335,18 @@ def test_each_piece_of_a_sequence_draws_its_own_dropout() -> None:
     assert drawn(1) == drawn(1) != drawn(0)
 
 
-def test_damaged_data_is_refused_before_anything_is_written(
-    paper_data: Path, tmp_path: Path
-) -> None:
-    for path in paper_data.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    write_ids(tmp_path / "valid", [1], [np.array([48])])
+def test_damaged_data_is_refused_before_anything_is_written(paper_data, tmp_path):
+    data = shutil.copytree(paper_data, tmp_path / "data")
+    write_ids(data / "valid", [1], [np.array([48])])
     with pytest.raises(ValueError, match=r"valid\.bin must hold ids in .* got 48"):
-        train(tmp_path, tmp_path / "run", RECIPE)
-    os.truncate(tmp_path / "train.bin", 100)
-    with pytest.raises(ValueError, match=r"train\.bin is truncated"):
-        train(tmp_path, tmp_path / "run", RECIPE)
-    write_ids(tmp_path / "train", [], [])
+        train(data, tmp_path / "run", RECIPE)
+    write_ids(data / "train", [], [])
     with pytest.raises(ValueError, match=r"data must have tokens, got none in .*train\.bin"):
-        train(tmp_path, tmp_path / "run", RECIPE)
+        train(data, tmp_path / "run", RECIPE)
     assert not (tmp_path / "run").exists()
 
 
-def test_loss_that_is_not_finite_ends_the_run(paper_data: Path, tmp_path: Path) -> None:
+def test_loss_that_is_not_finite_ends_the_run(paper_data, tmp_path):
+    recipe = replace(RECIPE, learning_rate=1e30, warmup_steps=0)
     with pytest.raises(ValueError, match="train: loss must stay finite, got nan"):
-        train(
-            paper_data,
-            tmp_path,
-            replace(RECIPE, learning_rate=1e30, warmup_steps=0),
-            progress=False,
-        )
+        train(paper_data, tmp_path, recipe, progress=False)

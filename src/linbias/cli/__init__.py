@@ -1,33 +1,26 @@
 """The command line: `linbias`, or `python -m linbias`.
 
-A command checks and computes nothing: it turns words into a call, and the result into text.
-Results go to standard output, progress and errors to standard error. Heavy imports are inside
-the commands, so that `linbias --help` is quick.
-
-To add a command: a function in a module of this folder, and its line below. Everything that can be
-wrong is refused before work starts. An option that another command has keeps its name (`options.py`);
-a new one is listed in tests/cli/test_cli_options.py. tests/cli/test_cli.py asks what it prints,
-`--json`, and each error. `[` in a help text is markup: write `\\[`.
-
-    console   what commands share: output, errors, progress, tables
-    options   the options that they have in common
-    presets   whole experiments, by name
+A command checks and computes nothing: it turns words into a call, and the result into text on
+standard output; all else goes to standard error. Heavy imports are inside the commands.
 """
 
 from typing import Annotated
 
 import typer
 
-from linbias.cli import biases, encoders, explore, models, start, streams
+from linbias.cli import encoders, models, start, streams
 from linbias.cli.console import new_group, out
 from linbias.paper import command as paper
 
+# To add a command, write a function and its line here. An option that another command has keeps
+# its name (`options.py`); tests/cli/test_cli_options.py lists the names, tests/cli/test_cli.py the
+# errors. `[` in a help text is markup: write `\\[`.
 app = new_group()
 for name, panel, command in (
     ("explain", "Start here", start.explain),
-    ("slopes", "Start here", biases.slopes),
-    ("bias", "Start here", biases.bias),
-    ("explore", "Start here", explore.explore),
+    ("slopes", "Start here", start.slopes),
+    ("bias", "Start here", start.bias),
+    ("explore", "Start here", start.explore),
     ("extrapolate", "Start here", start.extrapolate),
     ("doctor", "Start here", start.doctor),
     ("train", "Models", models.train),

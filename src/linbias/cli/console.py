@@ -24,7 +24,6 @@ err = Console(stderr=True, highlight=False)
 
 _RESUMABLE = ("train", "extrapolate", "embed", "run")
 
-
 # Arguments of commands, and what the functions behind them call the same in their errors.
 _ALSO_CALLED = {
     "data": ("folder",),
@@ -92,36 +91,31 @@ def _with_plain_types(parameters: Any) -> Any:
 
 
 def _type_in_words(parameter: Any, _: Any) -> str:
-    """What the help says of a value; typer writes `<list[Path]>`, and `<bool>` after a flag."""
+    """What the help says of a value, where typer writes `<list[Path]>`."""
     words = {"bool": "", "int": "INTEGER", "float": "FLOAT", "Path": "PATH"}
     kind = re.sub(r"list\[(\w+)\]", r"\1", parameter.bare_type())
     return words.get(kind, "TEXT")
 
 
 def _advice(command: str | None, interrupt: KeyboardInterrupt) -> str:
-    """What to do after Ctrl-C. A training says whether it has a checkpoint; the others keep all that was done."""
+    """What to do after Ctrl-C: a training says whether it has a checkpoint, others keep all."""
     if command == "train" and not str(interrupt):
         return " Nothing new was saved: the same command starts again from step 0."
     return " The same command continues from here." if command in _RESUMABLE else ""
 
 
 def _as_typed(line: str, command: Any) -> str:
-    """An error or a warning in terms of the command line, where it begins with a function and its argument.
-
-    `generate: path must hold a model` becomes `MODEL: must hold a model`, `TrainSettings: batch_size must be at least 1`
-    `--batch-size: must be at least 1`, and `LinbiasConfig: block must be one of ...` `--set block: must be one of ...`.
-    What names no option gets the name of the command.
+    """An error or a warning in terms of the command line: `generate: path must be` becomes `MODEL:
+    must be`, `LinbiasConfig: block must be` becomes `--set block: must be`.
     """
     start = re.match(r"([A-Za-z_][\w.]*): (?=\S)", line)
     if not start or command is None:
         return line
     caller, rest = start[1], line[start.end() :]
-    typed = {
-        parameter.name: parameter.opts[0]
-        if parameter.opts[0].startswith("-")
-        else parameter.name.upper()
-        for parameter in command.params
-    }
+    typed = {}
+    for parameter in command.params:
+        option = parameter.opts[0]
+        typed[parameter.name] = option if option[0] == "-" else parameter.name.upper()
     for name, others in _ALSO_CALLED.items():
         if name in typed:
             typed = {**dict.fromkeys(others, typed[name]), **typed}
@@ -189,10 +183,7 @@ _COLUMNS = {
 def evaluation_table(
     results: Iterable[Any], *titles: str, slopes: Sequence[str] | None = None
 ) -> Table:
-    """What evaluations measured, a row each, in columns of these titles.
-
-    `slopes` is a second column: how those of each evaluation were scaled.
-    """
+    """What evaluations measured, a row each; `slopes` are a second column."""
     shown = (*titles, "tokens/s")
     heads = [*shown, "memory"]
     if slopes is not None:

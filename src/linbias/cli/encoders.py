@@ -8,42 +8,28 @@ import typer
 from linbias._run.neighbours import considerate
 from linbias.cli import options
 from linbias.cli.console import bar, out, print_json, print_path
+from linbias.cli.options import option
+
+_ENCODERS = "Folder of jina-embeddings-v2, MosaicBERT or DNABERT-2"
+_FILES = (
+    'Text files, folders or globs; a document per file; .jsonl files with a "text" (and "id") '
+    "per line; '-' for JSON lines from standard input."
+)
 
 
 @considerate()
 def embed(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Folder of jina-embeddings-v2, MosaicBERT or DNABERT-2, or one that [bold]convert[/] made."
-        ),
-    ],
-    files: Annotated[
-        list[str],
-        typer.Argument(
-            help='Text files, folders or globs; a document per file; .jsonl files with a "text" (and "id") per line; \'-\' for JSON lines '
-            "from standard input."
-        ),
-    ],
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="File to make: .npy, .jsonl or .parquet."),
-    ],
-    pooling: Annotated[
-        str, typer.Option(help="'mean' of all tokens, or 'cls', the first one.")
-    ] = "mean",
-    normalize: Annotated[
-        bool, typer.Option("--normalize", help="Make vectors of length 1.")
-    ] = False,
+    model: Annotated[str, typer.Argument(help=f"{_ENCODERS}, or one that [bold]convert[/] made.")],
+    files: Annotated[list[str], typer.Argument(help=_FILES)],
+    output: Annotated[Path, option("File to make: .npy, .jsonl or .parquet.", "--output", "-o")],
+    pooling: Annotated[str, option("'mean' of all tokens, or 'cls', the first one.")] = "mean",
+    normalize: Annotated[bool, option("Make vectors of length 1.", "--normalize")] = False,
     max_length: Annotated[
-        int | None,
-        typer.Option(help="Read at most this many tokens of a document. Default: all."),
+        int | None, option("Read at most this many tokens of a document. Default: all.")
     ] = None,
     slope_scale: Annotated[
         str | None,
-        typer.Option(
-            help="none, 'interpolate' or a factor on the slopes. Default: as the model says."
-        ),
+        option("none, 'interpolate' or a factor on the slopes. Default: as the model says."),
     ] = None,
     batch_tokens: options.BatchTokens = 16384,
     device: options.Device = "auto",
@@ -51,10 +37,10 @@ def embed(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Turn long documents into vectors, each read whole. The same command continues a run that was stopped.
+    """Turn long documents into vectors, each read whole. The same command continues a stopped run.
 
-    Beside a .npy file, .ids.json names its rows; beside a .jsonl file, .settings.json says how it was made. Rows of the other formats hold id, num_tokens and vector of each document,
-    in the order of the input.
+    Beside a .npy file, .ids.json names its rows; beside a .jsonl file, .settings.json says how it
+    was made. Rows of the other formats hold id, num_tokens and vector of each document, in order.
 
     \b
     [dim]linbias embed jina-embeddings-v2-base-en book.txt letters/*.txt -o vectors.npy[/]
@@ -65,9 +51,9 @@ def embed(
     from linbias.models import embed as run
     from linbias.models.embedding.documents import read_documents
 
-    changes = (
-        {} if slope_scale is None else {"slope_scale": options.parse_slope_scale(slope_scale)}
-    )
+    changes = {}
+    if slope_scale is not None:
+        changes["slope_scale"] = options.parse_slope_scale(slope_scale)
     documents, is_finished = read_documents(files), output.exists()
     with bar(f"embedding {len(documents):,} documents", quiet) as advance:
         result = run(
@@ -98,18 +84,16 @@ def embed(
 
 
 def convert(
-    folder: Annotated[
-        Path,
-        typer.Argument(help="Folder of jina-embeddings-v2, MosaicBERT or DNABERT-2."),
-    ],
+    folder: Annotated[Path, typer.Argument(help=f"{_ENCODERS}.")],
     output: options.NewFolder,
     back: Annotated[
-        bool, typer.Option("--back", help="Write the form that the original code reads.")
+        bool, option("Write the form that the original code reads.", "--back")
     ] = False,
 ) -> None:
     """Turn an existing ALiBi encoder into a folder that Transformers loads without remote code.
 
-    After [bold]import linbias.models[/] the Auto classes load it, and SentenceTransformer those of jina.
+    After [bold]import linbias.models[/] the Auto classes load it, SentenceTransformer those of
+    jina.
 
     \b
     [dim]linbias convert jina-embeddings-v2-base-en -o jina[/]

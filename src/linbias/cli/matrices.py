@@ -19,10 +19,7 @@ _LONGEST_NAME = 12
 
 
 class Pair:
-    """Matrices with the same rows, side by side where all fit, else one above the other.
-
-    A matrix that is wider than the terminal goes on below with further columns.
-    """
+    """Matrices with the same rows, side by side where all fit, else one above the other."""
 
     def __init__(self, *matrices: Matrix) -> None:
         self.matrices = matrices

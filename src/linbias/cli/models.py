@@ -1,35 +1,39 @@
 """The commands for language models: train, evaluate, generate."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
 from rich.markup import escape
 
 from linbias._run.neighbours import considerate
 from linbias.cli import options, presets
 from linbias.cli.console import (
     bar,
-    err,
     evaluation_table,
     is_first_process,
     out,
     print_json,
     print_path,
 )
+from linbias.cli.options import option
 from linbias.cli.streams import evaluate_stream, generate_stream
 from linbias.data import SPLITS
-
-if TYPE_CHECKING:
-    from linbias.lm.settings import TrainSettings
+from linbias.lm.settings import TrainSettings
 
 _ENCODER = ("encoder_position", "symmetric")
 # What a loss is per; of a decoder, a byte.
 _TOKEN = {"masked": "masked token", "seq2seq": "written token"}
+
+_NO_FUSE = "Run an existing BLOOM, Falcon or MPT model on Transformers' own attention."
+_SLOPE_SCALE = "Factors on the slopes, such as none,interpolate,0.5. Default: as the model says."
+_TRAIN_LENGTH = "For 'interpolate': tokens per training sequence. Default: as the model says."
+_ONE_PASS = "Read the text in one pass and constant memory, each token after all before it."
+_SPLIT = f"One of {', '.join(SPLITS)}. Default: the whole of a file, the test split of all else."
+_PROMPT = "Text to continue; '-' reads standard input. Default: 'def '."
+_PROMPT_FILE = "Or: a file with the text, of which a last line end is left out."
+_ENDLESS = "Write in constant memory: without an end, unless -n is given. Ctrl-C ends it."
 
 
 @options.with_training_fields()
@@ -66,10 +70,10 @@ def train(
     [dim]linbias train --corpus wikitext-103 --tokenizer bpe --steps 20000 -o output/wiki[/]
     [dim]linbias train --init output/wiki --corpus book.txt --length 512 -o output/book[/]
     [dim]linbias train --task masked --position symmetric --length 64 -o output/masked[/]
-    [dim]linbias train --preset annotated --corpus shakespeare.txt --epochs 2 -o output/annotated[/]
+    [dim]linbias train --preset annotated --corpus shakespeare.txt -o output/annotated[/]
     [dim]linbias train --task seq2seq --length 64 -o output/spans[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
-    [dim]torchrun --nproc-per-node 2 -m linbias train --length 65536 --batch-size 1 --context-parallel 2[/]
+    [dim]torchrun --nproc-per-node 2 -m linbias train --batch-size 1 --context-parallel 2[/]
     """
     from linbias.data.corpus import find_corpus, load_corpus
 
@@ -89,9 +93,8 @@ def train(
         )
     settings = _settings(given, preset, init, length, position, options.parse_fields(fields))
     kind = options.given_or(tokenizer, "bytes")
-    if preset is not None and is_first_process() and not quiet:
-        words = presets.describe(preset, {"corpus": corpus, "tokenizer": kind}, settings)
-        err.print(words, soft_wrap=True, markup=False)
+    if is_first_process() and not quiet:
+        presets.show(preset, {"corpus": corpus, "tokenizer": kind}, settings)
     from linbias.lm import train as run  # loads torch: the settings are known to be good
 
     vocab_size = options.given_or(vocab_size, 4096)
@@ -104,8 +107,7 @@ def train(
     if not is_first_process():
         return
     if as_json:
-        print_json({"model": str(output), **metrics.to_dict()})
-        return
+        return print_json({"model": str(output), **metrics.to_dict()})
 
     def bits(nats: float, split: str) -> str:
         per_byte = 1 if task in _TOKEN else len(getattr(text, split)) / text.num_bytes[split]
@@ -131,8 +133,6 @@ def _settings(
     fields: dict[str, Any],
 ) -> TrainSettings:
     """The settings: those of a preset, the given options, and what follows from --init."""
-    from linbias.lm.settings import TrainSettings
-
     chosen = presets.named(preset)
     model = {**chosen.model, **fields}
     method, default = ("position", "alibi") if given["task"] == "causal" else _ENCODER
@@ -157,51 +157,22 @@ def _settings(
 def evaluate(
     model: options.Model,
     length: Annotated[
-        str | None,
-        typer.Option(help="Tokens read at a time; several as 128,256,512. Default: as trained."),
+        str | None, option("Tokens read at a time; several as 128,256,512. Default: as trained.")
     ] = None,
     stride: options.Stride = None,
-    fuse: Annotated[bool, typer.Option("--fuse", hidden=True)] = False,
-    no_fuse: Annotated[
-        bool,
-        typer.Option(
-            "--no-fuse",
-            help="Run an existing BLOOM, Falcon or MPT model on Transformers' own attention.",
-        ),
-    ] = False,
-    slope_scale: Annotated[
-        str | None,
-        typer.Option(
-            help="Factors on the slopes, such as none,interpolate,0.5. Default: as the model says."
-        ),
-    ] = None,
-    train_length: Annotated[
-        int | None,
-        typer.Option(
-            help="For 'interpolate': tokens per training sequence. Default: as the model says."
-        ),
-    ] = None,
+    fuse: Annotated[bool, option("", "--fuse", hidden=True)] = False,
+    no_fuse: Annotated[bool, option(_NO_FUSE, "--no-fuse")] = False,
+    slope_scale: Annotated[str | None, option(_SLOPE_SCALE)] = None,
+    train_length: Annotated[int | None, option(_TRAIN_LENGTH)] = None,
     limit_tokens: options.LimitTokens = None,
     batch_tokens: options.BatchTokens = 16384,
     context_parallel: Annotated[
-        int,
-        typer.Option(help="Processes that share each segment, a piece each (torchrun)."),
+        int, option("Processes that share each segment, a piece each (torchrun).")
     ] = 1,
-    stream: Annotated[
-        bool,
-        typer.Option(
-            "--stream",
-            help="Read the text in one pass and constant memory, each token after all before it.",
-        ),
-    ] = False,
-    chunk: Annotated[int, typer.Option(help="With --stream: tokens read at once.")] = 512,
+    stream: Annotated[bool, option(_ONE_PASS, "--stream")] = False,
+    chunk: Annotated[int, option("With --stream: tokens read at once.")] = 512,
     corpus: options.Corpus = "stdlib",
-    split: Annotated[
-        str | None,
-        options.text_option(
-            f"One of {', '.join(SPLITS)}. Default: the whole of a file, the test split of all else."
-        ),
-    ] = None,
+    split: Annotated[str | None, options.text_option(_SPLIT)] = None,
     max_bytes: options.MaxBytes = None,
     device: options.Device = "auto",
     precision: options.PrecisionOrOwn = None,
@@ -216,12 +187,13 @@ def evaluate(
     [dim]linbias evaluate output/train --length 256 --stride 1 --limit-tokens 5000[/]
     [dim]linbias evaluate gpt2 --corpus book.txt --length 1024[/]
     [dim]zcat library.gz | linbias evaluate output/train --stream --corpus -[/]
-    [dim]linbias evaluate bigscience/bloom-560m --length 2048,8192 --slope-scale none,interpolate[/]
-    [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train[/]
-    [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train --length 262144 --context-parallel 2[/]
+    [dim]linbias evaluate bigscience/bloom-560m --length 8192 --slope-scale none,interpolate[/]
+    [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train --context-parallel 2[/]
     """
     lengths = options.parse_numbers("--length", length)
-    scales = options.parse_slope_scales(slope_scale)
+    scales = None
+    if slope_scale is not None:
+        scales = list(map(options.parse_slope_scale, slope_scale.split(",")))
     if stream:
         others = {
             "--length": length,
@@ -275,30 +247,15 @@ def _scale_in_words(scale: float | str | None) -> str:
 @considerate()
 def generate(
     model: options.Model,
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt", "-p", help="Text to continue; '-' reads standard input. Default: 'def '."
-        ),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(help="Or: a file with the text, of which a last line end is left out."),
-    ] = None,
+    prompt: Annotated[str | None, option(_PROMPT, "--prompt", "-p")] = None,
+    prompt_file: Annotated[Path | None, option(_PROMPT_FILE)] = None,
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option("--max-new-tokens", "-n", help="Tokens to write at most. Default: 200."),
+        int | None, option("Tokens to write at most. Default: 200.", "--max-new-tokens", "-n")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0: among all.")] = 0,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
-    stream: Annotated[
-        bool,
-        typer.Option(
-            "--stream",
-            help="Write in constant memory: without an end, unless -n is given. Ctrl-C ends it.",
-        ),
-    ] = False,
+    temperature: Annotated[float, option("0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, option("Sample among this many tokens; 0: among all.")] = 0,
+    seed: Annotated[int, option("The same seed writes the same text.")] = 0,
+    stream: Annotated[bool, option(_ENDLESS, "--stream")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Continue a text with a model. A prompt of more than 200 characters is not shown again. A

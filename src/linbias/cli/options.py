@@ -7,6 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -17,28 +18,26 @@ from linbias.lm.settings import TrainSettings
 from linbias.methods import DECODER, ENCODER, methods_of
 
 T = TypeVar("T")
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-def text_option(help: str, *names: str) -> Any:
-    """An option in the panel of those that choose a text."""
-    return typer.Option(*names, help=help, rich_help_panel="Text")
+def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """An option by its help and, where they do not follow from the parameter, its names."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
-def training_option(help: str, *names: str) -> Any:
-    """An option in the panel of those about training."""
-    return typer.Option(*names, help=help, rich_help_panel="Training")
-
+text_option = partial(option, panel="Text")
+model_option = partial(option, panel="Model")
+training_option = partial(option, panel="Training")
 
 # For every command
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for scripts.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+Json = Annotated[bool, option("Print the result as JSON, for scripts.", "--json")]
+Quiet = Annotated[bool, option("Show no progress.", "--quiet", "-q")]
 
 # Folders and files
 _OUTPUT = ("--output", "-o")
-RunFolder = Annotated[
-    Path, typer.Option(*_OUTPUT, help="Folder of the run; the same command continues it.")
-]
-NewFolder = Annotated[Path, typer.Option(*_OUTPUT, help="Folder to make.")]
+RunFolder = Annotated[Path, option("Folder of the run; the same command continues it.", *_OUTPUT)]
+NewFolder = Annotated[Path, option("Folder to make.", *_OUTPUT)]
 Model = Annotated[
     str, typer.Argument(help="A folder that [bold]train[/] made, or a Hugging Face id.")
 ]
@@ -57,63 +56,45 @@ Tokenizer = Annotated[str, text_option(_TOKENIZERS)]
 VocabSize = Annotated[int, text_option("Tokens of 'bpe'.")]
 
 # Evaluation
-Device = Annotated[
-    str, typer.Option(help="'auto' takes a GPU where there is one; or 'cpu', 'cuda:1'.")
-]
+Device = Annotated[str, option("'auto' takes a GPU where there is one; or 'cpu', 'cuda:1'.")]
 PrecisionOrOwn = Annotated[
-    str | None,
-    typer.Option(help="'fp32', 'bf16', or on a GPU 'fp16'. Default: that of the weights."),
+    str | None, option("'fp32', 'bf16', or on a GPU 'fp16'. Default: that of the weights.")
 ]
-BatchTokens = Annotated[int, typer.Option(help="Tokens per forward pass.")]
-LimitTokens = Annotated[int | None, typer.Option(help="Score at most this many tokens.")]
+BatchTokens = Annotated[int, option("Tokens per forward pass.")]
+LimitTokens = Annotated[int | None, option("Score at most this many tokens.")]
 Stride = Annotated[
-    int | None,
-    typer.Option(help="Slide a window by this many tokens (1: exact) instead of segments."),
+    int | None, option("Slide a window by this many tokens (1: exact) instead of segments.")
 ]
 
 # The model
-Fields = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="Set a field of the model, e.g. hidden_size=256. Repeatable.",
-        rich_help_panel="Model",
-    ),
-]
+_FIELDS = "Set a field of the model, e.g. hidden_size=256. Repeatable."
+Fields = Annotated[list[str] | None, model_option(_FIELDS, "--set", metavar="NAME=VALUE")]
 Init = Annotated[
     Path | None,
-    typer.Option(
-        help="Go on from the model in this folder; its shape and its tokenizer stay.",
-        rich_help_panel="Model",
-    ),
+    model_option("Go on from the model in this folder; its shape and its tokenizer stay."),
 ]
 # With --init, these are the model's.
 _DECODER, _ENCODER = (", ".join(methods_of(model)) for model in (DECODER, ENCODER))
 PositionOrKept = Annotated[
     str | None,
-    typer.Option(
-        help=f"One of {_DECODER}. Default: alibi. With --task masked, and for the encoder of "
-        f"seq2seq: one of {_ENCODER}. Default: symmetric.",
-        rich_help_panel="Model",
+    model_option(
+        f"One of {_DECODER}. Default: alibi. With --task masked, and for the encoder of "
+        f"seq2seq: one of {_ENCODER}. Default: symmetric."
     ),
 ]
 TokenizerOrKept = Annotated[str | None, text_option(f"{_TOKENIZERS} Default: bytes.")]
 VocabSizeOrKept = Annotated[int | None, text_option("Tokens of 'bpe'. Default: 4096.")]
-Methods = Annotated[str, typer.Option(help=f"Any of {_DECODER}.")]
+Methods = Annotated[str, option(f"Any of {_DECODER}.")]
 
 # Whole experiments
+_EXPERIMENTS = " ".join(f"'{name}' sets {presets.all_in_words(name)}." for name in presets.PRESETS)
 Experiment = Annotated[
     str | None,
-    typer.Option(
+    option(
+        f"Set a whole experiment; options that are given win. {_EXPERIMENTS}",
         "--preset",
         callback=presets.apply,
         is_eager=True,
-        help="Set a whole experiment; options that are given win. "
-        + " ".join(
-            f"'{name}' sets {presets.all_in_words(preset)}."
-            for name, preset in presets.PRESETS.items()
-        ),
     ),
 ]
 
@@ -136,17 +117,11 @@ ContinuedPrompt = Annotated[
     str | None,
     training_option("Continue this text after each validation, by 25 tokens.", "--prompt", "-p"),
 ]
-Pieces = Annotated[
-    int,
-    training_option(
-        "Processes that share each sequence, a piece each (torchrun).", "--context-parallel"
-    ),
-]
+_PIECES = "Processes that share each sequence, a piece each (torchrun)."
+Pieces = Annotated[int, training_option(_PIECES, "--context-parallel")]
 Fsdp = Annotated[bool, training_option("Shard the model over processes (torchrun).", "--fsdp")]
 
-
-# Fields of `TrainSettings` that are options, each with its meaning. The budget is one of the first
-# four.
+# Fields of `TrainSettings` that are options, and what they are. The first four are budgets.
 _TRAINING = {
     "steps": "Train for this many updates of the weights.",
     "tokens": "Or: for this many tokens.",
@@ -164,38 +139,31 @@ _TRAINING = {
 }
 
 
-def with_training_fields(
-    *without: str, **defaults: Any
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes `**training` the options of training, but for some.
-
-    Their defaults are those of the settings, or others.
-    """
+def with_training_fields(*without: str, **defaults: Any) -> Decorator:
+    """Give a command that takes `**training` the options of training, but for some."""
     words = {name: help for name, help in _TRAINING.items() if name not in without}
     values = {name: getattr(TrainSettings, name) for name in words} | defaults
-    return lambda command: with_fields(command, TrainSettings, words, values)
+    return with_fields(TrainSettings, words, values)
 
 
-def with_fields(
-    command: Callable[..., None], record: type, words: dict[str, str], defaults: dict[str, Any]
-) -> Callable[..., None]:
-    """Put an option for each of these fields of a record in the place of the command's `**`."""
-    own = inspect.signature(command, eval_str=True)
+def with_fields(record: type, words: dict[str, str], defaults: dict[str, Any]) -> Decorator:
+    """Put an option for each of these fields of a record in the place of a command's `**`."""
     kinds = get_type_hints(record)
-    shown = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
-    for name, help in words.items():
-        kind = kinds[name] if defaults[name] is not None else kinds[name] | None
-        flag = [f"--{name.replace('_', '-')}"] if kind is bool else []
-        shown.append(
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=defaults[name],
-                annotation=Annotated[kind, training_option(help, *flag)],
-            )
-        )
-    command.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
-    return command
+
+    def with_options(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        shown = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
+        for name, help in words.items():
+            default = defaults[name]
+            kind = kinds[name] if default is not None else kinds[name] | None
+            flag = [f"--{name.replace('_', '-')}"] if kind is bool else []
+            annotation: Any = Annotated[kind, training_option(help, *flag)]
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            shown.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
+        command.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+        return command
+
+    return with_options
 
 
 def with_budget(training: dict[str, Any], default: dict[str, float | None]) -> dict[str, Any]:
@@ -222,22 +190,20 @@ def read_prompt(prompt: str | None, file: Path | None, *, default: str) -> str:
         raise ValueError(f"--prompt-file: must be left out with --prompt, got {file}")
     if file is None and prompt != "-":
         return given_or(prompt, default)
-    option = "--prompt" if file is None else "--prompt-file"
+    name = "--prompt" if file is None else "--prompt-file"
     try:
         text = (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode()
     except OSError as error:
-        raise ValueError(
-            f"{option}: must be a file that can be read, got {file} ({error.strerror})"
-        ) from error
+        rule = "must be a file that can be read"
+        raise ValueError(f"{name}: {rule}, got {file} ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{option}: must be UTF-8 text, got another byte at {error.start}"
-        ) from error
+        rule = "must be UTF-8 text"
+        raise ValueError(f"{name}: {rule}, got another byte at {error.start}") from error
     return text.removesuffix("\n").removesuffix("\r")
 
 
 def parse_fields(pairs: list[str] | None) -> dict[str, Any]:
-    """NAME=VALUE words as a dictionary: numbers, true, false and null as in JSON, else text."""
+    """NAME=VALUE words as a dictionary, of values as in JSON or else text."""
     fields = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
@@ -250,26 +216,13 @@ def parse_fields(pairs: list[str] | None) -> dict[str, Any]:
     return fields
 
 
-def parse_numbers(option: str, words: str | None) -> tuple[int, ...] | None:
-    """128,256 as numbers."""
-    return None if words is None else _parse(option, words, int, "whole numbers such as 128,256")
-
-
-def parse_floats(option: str, words: str) -> tuple[float, ...]:
-    """0.5,0.25 as numbers."""
-    return _parse(option, words, float, "numbers such as 0.5,0.25")
-
-
-def _parse(option: str, words: str, kind: Callable[[str], T], rule: str) -> tuple[T, ...]:
+def parse_numbers(option: str, words: str | None, kind: Any = int) -> Any:
+    """128,256 or, of the kind float, 0.5,0.25 as numbers."""
     try:
-        return tuple(map(kind, words.split(",")))
+        return None if words is None else tuple(map(kind, words.split(",")))
     except ValueError:
+        rule = "whole numbers such as 128,256" if kind is int else "numbers such as 0.5,0.25"
         raise ValueError(f"{option}: must be {rule}, got {words!r}") from None
-
-
-def parse_slope_scales(words: str | None) -> tuple[float | str | None, ...] | None:
-    """none,interpolate,0.5 as values of `slope_scale`."""
-    return None if words is None else tuple(map(parse_slope_scale, words.split(",")))
 
 
 def parse_slope_scale(word: str) -> float | str | None:

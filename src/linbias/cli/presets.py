@@ -1,38 +1,29 @@
 """Whole experiments by name: what `--preset` of `linbias train` and `linbias extrapolate` sets.
 
-A preset gives the options of a command other defaults, so that an option that is given wins. The rest of it goes
-to `TrainSettings` as it is, and its fields of the model are those of `--set`, which win as well.
+A preset gives options other defaults, so that those which are given win. The rest of it goes to
+`TrainSettings`; its fields of the model are those of `--set`, which win as well.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-if TYPE_CHECKING:
-    from linbias.lm.settings import TrainSettings
+from linbias.cli.console import err
+from linbias.lm.settings import TrainSettings
 
 
 @dataclass(frozen=True)
 class Preset:
-    """One experiment.
+    """One experiment."""
 
-    Attributes:
-        text: Arguments of `load_corpus`.
-        budget: How long to train, as a field of `TrainSettings`.
-        training: Other fields of `TrainSettings`.
-        model: Fields of `LinbiasConfig`.
-    """
-
-    text: dict[str, str]
-    budget: dict[str, float | None]
-    training: dict[str, Any]
-    model: dict[str, Any]
+    text: dict[str, str]  # arguments of `load_corpus`
+    budget: dict[str, float | None]  # how long to train, a field of `TrainSettings`
+    training: dict[str, Any]  # its other fields
+    model: dict[str, Any]  # fields of `LinbiasConfig`
 
 
-# The text, sizes and optimizer are those of the annotated implementation of ALiBi (labml_nn.transformers.alibi).
+# As of the annotated implementation of ALiBi (labml_nn.transformers.alibi).
 PRESETS = {
     "annotated": Preset(
         text={"corpus": "tiny-shakespeare", "tokenizer": "characters"},
@@ -68,26 +59,27 @@ def named(name: str | None) -> Preset:
 
 
 def apply(context: typer.Context, name: str | None) -> str | None:
-    """Give the options that are not on the command line the preset's values as defaults: the callback of `--preset`."""
+    """The callback of `--preset`: its values become the defaults of options."""
     if name is None:
         return None
     if name not in PRESETS:
         raise ValueError(f"--preset: must be one of {', '.join(PRESETS)}, got {name!r}")
     preset = PRESETS[name]
-    lengths = {
+    defaults = {
+        **preset.text,
+        **preset.training,
         "train_lengths": preset.training["length"],
         "test_lengths": preset.training["validate_lengths"],
     }
-    defaults = {**preset.text, **preset.training, **lengths}
-    options = [parameter.name for parameter in context.command.params]
-    context.default_map = {
-        option: _word(defaults[option]) for option in options if option in defaults
-    }
+    options = {parameter.name for parameter in context.command.params}
+    context.default_map = {o: _word(defaults[o]) for o in options & defaults.keys()}
     return name
 
 
-def describe(name: str, text: dict[str, str], training: TrainSettings) -> str:
-    """What a run with a preset does, in words: every setting that the preset has, with its value in this run."""
+def show(name: str | None, text: dict[str, str], training: TrainSettings) -> None:
+    """Print every setting that a preset has, with its value in this run."""
+    if name is None:
+        return
     preset = PRESETS[name]
     values = {
         **text,
@@ -95,18 +87,18 @@ def describe(name: str, text: dict[str, str], training: TrainSettings) -> str:
         **{field: value for field, value in training.budget.items() if value is not None},
         **training.model,
     }
-    return f"{name}: {in_words(values)}"
+    err.print(f"{name}: {_in_words(values)}", soft_wrap=True, markup=False)
 
 
-def in_words(values: dict[str, Any]) -> str:
-    """Names and values as a list."""
+def all_in_words(name: str) -> str:
+    """All that a preset sets."""
+    preset = PRESETS[name]
+    return _in_words({**preset.text, **preset.training, **preset.budget, **preset.model})
+
+
+def _in_words(values: dict[str, Any]) -> str:
     words = {name: _word(value) for name, value in values.items()}
     return ", ".join(f"{n} {w!r}" if " " in w else f"{n} {w}" for n, w in words.items())
-
-
-def all_in_words(preset: Preset) -> str:
-    """All that a preset sets."""
-    return in_words({**preset.text, **preset.training, **preset.budget, **preset.model})
 
 
 def _word(value: Any) -> str:

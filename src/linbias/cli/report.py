@@ -1,7 +1,5 @@
 """The report of an extrapolation experiment as tables and lines for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.table import Table
@@ -14,7 +12,7 @@ from linbias.methods import METHODS
 
 
 def tables(results: ExtrapolationResults) -> Iterator[Table]:
-    """Bits per byte by test length and what validations kept, for each training length; then the costs."""
+    """The losses and validations for each training length, then the costs."""
     for train_length in findings.train_lengths(results.evaluations):
         yield _table(findings.loss_table(results.evaluations, train_length))
         validated = findings.validations(results.trainings, train_length)
@@ -24,7 +22,7 @@ def tables(results: ExtrapolationResults) -> Iterator[Table]:
 
 
 def sentences(results: ExtrapolationResults) -> Iterator[Text]:
-    """What the training can show; the findings, a line for each; how each model continued a prompt; what to keep in mind."""
+    """What the training can show, findings, continuations, and what to keep in mind."""
     if scope := findings.scope(results.trainings):
         yield Text(scope)
     for finding in findings.findings(results.evaluations):
@@ -38,16 +36,14 @@ def sentences(results: ExtrapolationResults) -> Iterator[Text]:
         yield Text(caution, "dim")
 
 
-def _table(found: findings.Table) -> NumberTable:
+def _table(content: findings.Table) -> NumberTable:
     """A table for the terminal, with the names of methods before its columns."""
-    table = NumberTable("", *found.heads, title=found.caption)
+    table = NumberTable("", *content.heads, title=content.caption)
     table.columns[0].justify = "left"
-    for row in found.rows:
-        table.add_row(
-            _name(row.method), *(cell if cell is not None else "-" for cell in row.cells)
-        )
-    lacking = any(None in row.cells for row in found.rows)
-    table.caption = "-: beyond its table of positions" if lacking else found.note or None
+    for row in content.rows:
+        table.add_row(_name(row.method), *("-" if cell is None else cell for cell in row.cells))
+    lacking = any(None in row.cells for row in content.rows)
+    table.caption = "-: beyond its table of positions" if lacking else content.note or None
     return table
 
 

@@ -1,20 +1,39 @@
-"""The commands to start with: explain, extrapolate, doctor."""
+"""The commands to start with: explain, slopes, bias, explore, extrapolate, doctor."""
 
 import csv
 import shlex
 import sys
+import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich import box
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from linbias._run.neighbours import considerate
 from linbias.cli import options, presets
 from linbias.cli.console import err, out, print_json, print_path
-from linbias.lm.settings import ExtrapolateSettings
+from linbias.cli.options import option
+from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+
+_SYMMETRIC = "Show the keys after a query, too: as for the five words, like the book chapter."
+_CAUSAL = "Hide the keys after a query: as for a file, where linbias.attention does so."
+_CALL = "B,H,T,S,D,dtype[,backward]: tell instead which implementation such a call takes."
+_DEFAULTS = ExtrapolateSettings()
+_RESULTS = "Show the run of [bold]extrapolate[/] in this folder, not the README's. Repeatable."
+_PAGE = Path("output/explore.html")
+
+NumHeads = Annotated[int, typer.Argument(help="Number of heads.")]
+Schedule = Annotated[
+    str, option("How slopes fall from head to head: paper, geometric, halving or mpt.")
+]
+MaxBias = Annotated[float, option("The last slope of a power of two is 2^-this.")]
+
+_FAR = 10  # the distance at which slopes are compared
 
 
 def explain(
@@ -27,34 +46,18 @@ def explain(
         ),
     ] = None,
     query: Annotated[
-        str | None,
-        typer.Option(help="Every step for a query: its number or token, or 'all'."),
+        str | None, option("Every step for a query: its number or token, or 'all'.")
     ] = None,
-    head: Annotated[int | None, typer.Option(help="Only this head, counted from 0.")] = None,
+    head: Annotated[int | None, option("Only this head, counted from 0.")] = None,
     slope: Annotated[
-        str | None,
-        typer.Option(help="Other slopes: one, or one for each head; 0 is standard attention."),
+        str | None, option("Other slopes: one, or one for each head; 0 is standard attention.")
     ] = None,
-    symmetric: Annotated[
-        bool,
-        typer.Option(
-            "--symmetric",
-            help="Show the keys after a query, too: as for the five words, where the book chapter does so.",
-        ),
-    ] = False,
-    causal: Annotated[
-        bool,
-        typer.Option(
-            "--causal",
-            help="Hide the keys after a query: as for a file, where linbias.attention does so.",
-        ),
-    ] = False,
-    as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print all numbers as CSV, one in a line.")
-    ] = False,
+    symmetric: Annotated[bool, option(_SYMMETRIC, "--symmetric")] = False,
+    causal: Annotated[bool, option(_CAUSAL, "--causal")] = False,
+    as_csv: Annotated[bool, option("Print all numbers as CSV, one in a line.", "--csv")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show the weights and the output of attention, with the bias and without, and every step of a row.
+    """Show weights and output of attention, with the bias and without, and every step of a row.
 
     \b
     [dim]linbias explain[/]
@@ -65,7 +68,7 @@ def explain(
     from linbias import example
     from linbias.cli import matrices
 
-    slopes = None if slope is None else options.parse_floats("--slope", slope)
+    slopes = options.parse_numbers("--slope", slope, float)
     if symmetric and causal:
         raise ValueError("--causal: must stand without --symmetric")
     causal = causal or (arrays is not None and not symmetric)
@@ -97,22 +100,148 @@ def explain(
     out.print("[dim]--query shows the steps of other rows, --causal hides the later keys.[/]")
 
 
+def slopes(
+    heads: NumHeads,
+    schedule: Schedule = "paper",
+    max_bias: MaxBias = 8.0,
+    as_json: options.Json = False,
+) -> None:
+    """Print the slope of every head, and how far it lets the head see.
+
+    \b
+    [dim]linbias slopes 8[/]
+    [dim]linbias slopes 12 --schedule geometric[/]
+    """
+    from linbias import schedules
+    from linbias.cli.tables import NumberTable
+    from linbias.explore.data import character
+
+    values = schedules.slopes(heads, schedule, max_bias)
+    if as_json:
+        return print_json({"slopes": values.tolist(), "schedule": schedule, "max_bias": max_bias})
+    added_at, left_at = f"bias\nat {_FAR}", f"factor\nat {_FAR}"
+    title = f"Slopes of {heads} heads, schedule {schedule}"
+    titles = ("head", "slope", "2 to the", added_at, left_at, "1/e at", "reach")
+    table = NumberTable(*titles, title=title)
+    for head, slope in enumerate(values):
+        added = -_FAR * slope
+        left = f"{np.exp(added):.2g}" if added < -5 else f"{np.exp(added):.3f}"
+        numbers = (f"{slope:.6g}", f"{np.log2(slope):g}", f"{added:.4g}", left, f"{1 / slope:.4g}")
+        table.add_row(str(head), *numbers, character(-added).lower())
+    out.print(table)
+    out.print(
+        f"[dim]bias: what is added to a score at distance {_FAR}; factor: what that leaves of a "
+        "weight; 1/e at: the distance that leaves 37%.[/]"
+    )
+
+
+def bias(
+    heads: NumHeads,
+    length: Annotated[int, typer.Argument(help="Number of tokens: queries and keys.")],
+    head: Annotated[int | None, option("Only this head, counted from 0.")] = None,
+    symmetric: Annotated[
+        bool, option("Show the keys after the query, too.", "--symmetric")
+    ] = False,
+    schedule: Schedule = "paper",
+    max_bias: MaxBias = 8.0,
+    as_json: options.Json = False,
+) -> None:
+    """Print what the bias adds to the scores: a row for each query, a column for each key.
+
+    \b
+    [dim]linbias bias 12 8 --head 3[/]
+    [dim]linbias bias 2 5 --symmetric --schedule halving[/]
+    """
+    from linbias import definition, schedules
+    from linbias._matrix import Matrix
+    from linbias.cli import matrices
+    from linbias.example import find_heads
+
+    if length < 1:
+        raise ValueError(f"bias: length must be at least 1, got {length}")
+    if length > matrices.MOST_COLUMNS and not as_json:
+        raise ValueError(
+            f"bias: length must be at most {matrices.MOST_COLUMNS} to be printed, got {length} "
+            "(--json writes any)"
+        )
+    chosen = find_heads(head, heads, "bias")
+    values = schedules.slopes(heads, schedule, max_bias)[chosen]
+    right = None if symmetric else np.full(len(values), np.inf)
+    added = definition.bias(values, length, length, right_slopes=right)
+    if as_json:
+        rows = [[[None if np.isinf(x) else float(x) for x in row] for row in one] for one in added]
+        return print_json({"slopes": values.tolist(), "bias": rows})
+    names = [str(position) for position in range(length)]
+    for h, slope, one in zip(chosen, values, added, strict=True):
+        numbers = np.where(np.isinf(one), np.nan, one)
+        out.print(Text(f"Bias of head {h}, {schedules.in_words(slope)}", style="bold"))
+        out.print(matrices.Pair(Matrix("", numbers, names, names)))
+        out.print()
+
+
+@considerate()
+def explore(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Also show what this model makes of --text: a folder that [bold]train[/] made, "
+            "a run of [bold]extrapolate[/] or a model in one, with those of the other methods "
+            "beside it, or a Hugging Face id."
+        ),
+    ] = None,
+    text: Annotated[Path | None, option("The text file that MODEL reads.")] = None,
+    limit_tokens: Annotated[
+        int, option("Show MODEL on at most this many tokens, up to 1,024.")
+    ] = 256,
+    results: Annotated[list[Path] | None, option(_RESULTS)] = None,
+    output: Annotated[Path, option("HTML file to write.", "--output", "-o")] = _PAGE,
+    no_open: Annotated[bool, option("Write the page and open no browser.", "--no-open")] = False,
+) -> None:
+    """Open a page to see and change what the bias does, in one file that needs no network.
+
+    Nothing is sent anywhere: what a model makes of a text stays in the file.
+
+    \b
+    [dim]linbias explore[/]
+    [dim]linbias explore --results output/extrapolate[/]
+    [dim]linbias explore output/train --text README.md[/]
+    [dim]linbias explore output/extrapolate --text README.md[/]
+    [dim]linbias explore --no-open -o explore.html[/]
+    """
+    from linbias._run.files import write_whole
+    from linbias.explore import page, read_model, read_results
+
+    if output.is_dir():
+        raise ValueError(f"explore: --output must be a file, got the folder {output}")
+    if (model is None) != (text is None):
+        given = model or text
+        raise ValueError(f"explore: MODEL and --text must come together, got {given} alone")
+    shown = None
+    if model is not None and text is not None:
+        shown = read_model(model, text, limit_tokens=limit_tokens)
+        if not results and Path(model, "results.json").is_file():
+            results = [Path(model)]  # of the run that MODEL is
+    content = page(results=read_results(results) if results else None, model=shown).encode()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(output, content)
+    print_path("page:", output)
+    if not no_open and not webbrowser.open(output.resolve().as_uri()):
+        err.print("There is no browser here: open the page in one by hand.")
+
+
 @options.with_training_fields(
-    "accumulation",
-    "validate_steps",
-    "seed",
-    batch_size=ExtrapolateSettings().training.batch_size,
+    "accumulation", "validate_steps", "seed", batch_size=_DEFAULTS.training.batch_size
 )
 @considerate()
 def extrapolate(
     output: options.RunFolder = Path("output/extrapolate"),
     preset: options.Experiment = None,
     methods: options.Methods = "alibi,sinusoidal,rotary",
-    train_lengths: Annotated[str, typer.Option(help="Tokens per training sequence.")] = "128",
+    train_lengths: Annotated[str, option("Tokens per training sequence.")] = "128",
     test_lengths: Annotated[
-        str | None, typer.Option(help="Default: 1, 2, 4, 8, 16 x each training length.")
+        str | None, option("Default: 1, 2, 4, 8, 16 x each training length.")
     ] = None,
-    seeds: Annotated[str, typer.Option(help="One model of each kind per seed.")] = "0",
+    seeds: Annotated[str, option("One model of each kind per seed.")] = "0",
     stride: options.Stride = None,
     limit_tokens: options.LimitTokens = 32768,
     fields: options.Fields = None,
@@ -132,16 +261,13 @@ def extrapolate(
     \b
     [dim]linbias extrapolate[/]
     [dim]linbias extrapolate --methods alibi,t5,none --train-lengths 64,128 -o output/more[/]
-    [dim]linbias extrapolate --preset annotated --corpus shakespeare.txt --epochs 2 -o output/annotated[/]
+    [dim]linbias extrapolate --preset annotated --corpus shakespeare.txt -o output/annotated[/]
     """
     from linbias.data.corpus import find_corpus
 
     find_corpus(corpus)
-    from linbias.lm.settings import TrainSettings
-
     chosen = presets.named(preset)
-    default: dict[str, float | None] = {"steps": ExtrapolateSettings().training.steps}
-    training = options.with_budget(training, chosen.budget or default)
+    training = options.with_budget(training, chosen.budget or {"steps": _DEFAULTS.training.steps})
     training["model"] = {**chosen.model, **options.parse_fields(fields)}
     settings = ExtrapolateSettings(
         methods=tuple(methods.split(",")),
@@ -156,19 +282,17 @@ def extrapolate(
         limit_tokens=limit_tokens,
         training=TrainSettings(**{**chosen.training, **training}),
     )
-    if preset is not None and not quiet:
+    if not quiet:
         read = {"corpus": corpus, "tokenizer": tokenizer, "methods": methods}
         read |= {"train_lengths": train_lengths, "test_lengths": test_lengths or "default"}
-        words = presets.describe(preset, read, settings.training)
-        err.print(words, soft_wrap=True, markup=False)
+        presets.show(preset, read, settings.training)
     from linbias.cli import report
     from linbias.lm import extrapolate as run  # loads torch: the settings are known to be good
 
     command = shlex.join(["linbias", *sys.argv[1:]])
     results = run(settings, output, command=command, progress=not quiet)
     if as_json:
-        print_json(results.to_dict())
-        return
+        return print_json(results.to_dict())
     for table in report.tables(results):
         out.print(table)
     for sentence in report.sentences(results):
@@ -177,12 +301,7 @@ def extrapolate(
 
 
 def doctor(
-    call: Annotated[
-        str | None,
-        typer.Option(
-            help="B,H,T,S,D,dtype[,backward]: tell instead which implementation such a call takes."
-        ),
-    ] = None,
+    call: Annotated[str | None, option(_CALL)] = None,
     as_json: options.Json = False,
 ) -> None:
     """Tell what this machine can run, and why not the rest.
@@ -191,9 +310,9 @@ def doctor(
     [dim]linbias doctor[/]
     [dim]linbias doctor --call 8,8,128,128,64,bfloat16,backward[/]
     """
-    if call is not None:
-        from linbias.doctor import explain_call
+    from linbias.doctor import broken, diagnose, explain_call
 
+    if call is not None:
         choice = explain_call(call)
         if as_json:
             return print_json(choice._asdict())
@@ -202,8 +321,6 @@ def doctor(
             taken = "[green]taken[/]" if name == choice.name else escape(str(reason))
             table.add_row(f"[bold]{name}[/]", taken)
         return out.print(table)
-    from linbias.doctor import broken, diagnose
-
     with err.status("looking") as status:
         facts = diagnose(progress=status.update)
     if as_json:

@@ -1,24 +1,17 @@
 """The commands about endless streams: windows, and --stream of evaluate and generate."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
-import typer
 from rich.markup import escape
 
 from linbias._run.neighbours import considerate
 from linbias.cli import options
 from linbias.cli.console import bar, err, out, print_json, print_path
 from linbias.schedules import written
-
-if TYPE_CHECKING:
-    from linbias.lm.streaming import StreamEvaluation
-    from linbias.models.window_cache.reach import Reach
 
 _MOST_HEADS = 12  # a column each, up to here
 _PLOTS = (".svg", ".png")
@@ -28,7 +21,7 @@ _PLOTS = (".svg", ".png")
 def windows(
     model: options.Model,
     tolerance: Annotated[
-        float, typer.Option(help="Share of a row's weight that keys beyond the window may hold.")
+        float, options.option("Share of a row's weight that keys beyond the window may hold.")
     ] = 2.0**-24,
     corpus: Annotated[
         str | None,
@@ -36,7 +29,7 @@ def windows(
     ] = None,
     limit_tokens: options.LimitTokens = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the windows into this file, such as windows.svg.")
+        Path | None, options.option("Draw the windows into this file, such as windows.svg.")
     ] = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -130,7 +123,7 @@ def _in_words(kept: Any, tolerance: float) -> str:
     )
 
 
-def _draw(path: Path, needed: Any, kept: Any, weights: Reach) -> None:
+def _draw(path: Path, needed: Any, kept: Any, weights: Any) -> None:
     """The windows of all heads, as a PNG or SVG file."""
     from linbias._run.files import write_whole
     from linbias.lm.report import figures
@@ -173,9 +166,7 @@ def evaluate_stream(
     _print_result(model, corpus, scorer.result(), num_bytes, as_json)
 
 
-def _print_result(
-    model: str, corpus: str, result: StreamEvaluation, num_bytes: int, as_json: bool
-) -> None:
+def _print_result(model: str, corpus: str, result: Any, num_bytes: int, as_json: bool) -> None:
     bits = result.bits_per_byte(num_bytes)
     if as_json:
         shared = {"model": model, "corpus": corpus, "num_bytes": num_bytes, "bits_per_byte": bits}

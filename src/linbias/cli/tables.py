@@ -1,7 +1,5 @@
 """Tables for terminals of any width, in which no head and no number is ever cut."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich import box
@@ -10,10 +8,8 @@ from rich.table import Table
 
 
 class NumberTable(Table):
-    """A table whose columns are aligned on the right, under titles that a line end may divide.
-
-    Where it is wider than the terminal, it goes on below with further columns, each part with the
-    first `num_labels` columns, which say which row is which. `look` are options of rich's `Table`.
+    """A table of numbers that, where it is wider than the terminal, goes on below with further
+    columns after the first `num_labels`, which say which row is which.
     """
 
     title_of_rest: str | None = None  # above further columns

@@ -1,1 +1,1 @@
-"""The paper's own path: its recipe, checkpoints and numbers. `linbias paper` on the command line."""
+"""The paper's own path, `linbias paper`: its data, recipe, checkpoints and numbers."""

@@ -1,16 +1,7 @@
 """Adaptive input embeddings, and the adaptive softmax that shares their weights.
 
-Ids are frequency ranks, cut into bands (`PaperConfig.bands`). Band i has a table E_i [ids, width_i]
-and a projection P_i [hidden_size, width_i]. With x the hidden state [hidden_size]:
-
-    input of id w in band i       P_i E_i[w - first id of the band]
-    head logits                   E_0 x, then class_proj x: one class for each further band
-    tail logits of band i >= 1    E_i (P_i' x)
-    log p(w), w in band 0         log softmax(head)[w]
-    log p(w), w in band i         log softmax(head)[class i] + log softmax(tail i)[w - first id]
-
-Band 0 has a projection too, which the softmax does not use. The softmax owns `class_proj` alone and
-is handed the embedding it is tied to: every weight exists, and is saved, once.
+Ids are cut into bands (`PaperConfig.bands`), each with a table E_i and a projection P_i. The input
+of id w in band i is P_i E_i[w - first id of the band]. The weights exist, and are saved, once.
 """
 
 from typing import Any, cast
@@ -21,27 +12,21 @@ from torch.nn import functional as F
 
 from linbias.paper.config import PaperConfig
 
-# Logits at once: 4 MiB stay in a CPU's cache (52,000 tokens/s on 33,280 types, 25,000 with 64 MiB), but
-# fewer rows than these cannot keep a large matrix product busy.
+# Logits at once: 4 MiB stay in a CPU's cache (52,000 tokens/s on 33,280 types, 25,000 with
+# 64 MiB), but fewer rows than these cannot keep a large matrix product busy.
 _LOGITS_AT_ONCE, _FEWEST_ROWS = 2**20, 256
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Embed frequent ids in many numbers and rare ones in few, then project all to one width.
-
-    Example:
-        >>> embed = AdaptiveEmbedding(PaperConfig(vocab_size=50, hidden_size=32, cutoffs=(10, 20)))
-        >>> embed(torch.tensor([[2, 30, 11]])).shape
-        torch.Size([1, 3, 32])
-    """
+    """Embed frequent ids in many numbers and rare ones in few, then project all to one width."""
 
     def __init__(self, config: PaperConfig) -> None:
         super().__init__()
         self.edges = [(start, stop) for start, stop, _ in config.bands]
         self.pad = config.pad_token_id
         self.embeddings = nn.ModuleList(
-            # The id of <pad> is taken within each band, as in the original: the second row of every
-            # band starts as 0 and learns nothing from being read (only from being predicted).
+            # The id of <pad> is taken within each band, as in the original: the second row of
+            # every band starts as 0 and learns from being predicted only.
             nn.Sequential(
                 nn.Embedding(stop - start, width, padding_idx=self.pad),
                 nn.Linear(width, config.hidden_size, bias=False),
@@ -55,7 +40,7 @@ class AdaptiveEmbedding(nn.Module):
 
     @property
     def bands(self) -> list[tuple[nn.Embedding, nn.Linear]]:
-        """The table, whose weight is E_i, and the projection, whose weight is P_i, of each band."""
+        """The table (its weight is E_i) and the projection (its weight is P_i) of each band."""
         return cast(Any, [tuple(band.children()) for band in self.embeddings])
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -72,10 +57,8 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Log-probabilities over a large vocabulary, with a tail of rare words computed only if needed.
-
-    All results are float32, or wider if the hidden states are. `embedding` is the
-    `AdaptiveEmbedding` whose weights it shares.
+    """Log-probabilities in at least float32: of the head, E_0 x and then a class for each tail,
+    `class_proj` x; and, for a word of tail i, of its class plus those of E_i (P_i' x).
     """
 
     def __init__(self, config: PaperConfig) -> None:
@@ -88,7 +71,7 @@ class AdaptiveSoftmax(nn.Module):
         nn.init.xavier_uniform_(self.class_proj)
 
     def head_weight(self, embedding: AdaptiveEmbedding) -> Tensor:
-        """What makes the head's logits: [size of band 0 + tails, hidden_size]."""
+        """The head's weight: [size of band 0 + tails, hidden_size]."""
         return torch.cat([embedding.bands[0][0].weight, self.class_proj])
 
     def forward(self, hidden: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
@@ -102,15 +85,11 @@ class AdaptiveSoftmax(nn.Module):
         return torch.cat(parts, dim=-1)
 
     def log_probs(self, hidden: Tensor, targets: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
-        """log p(target): [N] for hidden [N, hidden_size] and targets [N], ids of the vocabulary."""
+        """log p(target): [N] for hidden [N, hidden_size] and targets [N]."""
         return -self._nll(hidden, targets, embedding, ignored=None)
 
     def loss(self, hidden: Tensor, targets: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
-        """The training loss, a sum in nats: hidden [..., hidden_size], targets [...].
-
-        Targets -100 and <pad> are not scored. `PaperConfig.ignore_tail_pad` leaves out some tail
-        terms.
-        """
+        """The training loss, summed in nats; targets [...] of -100 and <pad> are not scored."""
         scored = (targets != -100) & (targets != self.pad)
         hidden = self.dropout(hidden[scored])
         ignored = self.pad if self.ignore_tail_pad else None

@@ -1,17 +1,19 @@
 """Checkpoints of the paper's repository: read, checked, and kept as Transformers folders.
 
-The original saves one pickle: settings (`cfg`, or `args` in older files) and tensors (`model`), every
-tied weight twice. Reading it never runs code from the file. Here a model is a folder of config.json,
-model.safetensors with every weight once, dict.txt, and its words as a tokenizer of Transformers.
+The original saves one pickle: settings (`cfg`, or `args` in older files) and tensors (`model`),
+every tied weight twice. Here a model is a folder of Transformers, with every weight once.
 """
 
 import re
 import tempfile
+import warnings
+import zipfile
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -22,11 +24,10 @@ from linbias.models.loading import load as load_folder
 from linbias.paper.config import PaperConfig
 from linbias.paper.dictionary import Dictionary
 from linbias.paper.model import PaperForCausalLM
-from linbias.paper.pickled import read_original
 from linbias.paper.recipe import RATES, SIZES
 from linbias.paper.words import save_word_tokenizer
 
-# Settings that this model supports with one value only; a checkpoint that lacks one has this value.
+# Settings that may have one value only, which is that of a checkpoint without them.
 _FIXED: dict[str, Any] = {
     "activation_fn": "relu",
     "adaptive_input": True,
@@ -41,7 +42,6 @@ _FIXED: dict[str, Any] = {
     "tie_adaptive_proj": True,
     "tie_adaptive_weights": True,
 }
-_CUTOFFS = ("adaptive_input_cutoff", "adaptive_softmax_cutoff")
 # Settings that must equal another one.
 _EQUAL = {
     "adaptive_softmax_cutoff": "adaptive_input_cutoff",
@@ -52,12 +52,7 @@ _EQUAL = {
 
 
 def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
-    """Loads a model, ready to evaluate, from the original's `.pt` file or a folder of linbias.
-
-    A file is read by `load_original` as a float32 model on the CPU; a folder has a position of its
-    own, and no other is allowed. A `ValueError` says why it cannot be read, or names the tensors
-    that are missing, unexpected or misshapen.
-    """
+    """Loads a float32 model on the CPU from the original's `.pt` file or a folder of linbias."""
     path = Path(path)
     if not path.is_dir():
         config, weights = load_original(path, position=position or "alibi")
@@ -73,7 +68,8 @@ def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
     model: PaperForCausalLM = load_folder(files, device="cpu")
     if position not in (None, model.config.position):
         raise ValueError(
-            f"load: position must be that of {str(path)!r}, {model.config.position!r}, got {position!r}"
+            f"load: position must be that of {str(path)!r}, {model.config.position!r}, "
+            f"got {position!r}"
         )
     return model
 
@@ -81,16 +77,8 @@ def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
 def load_original(
     path: str | Path, *, position: str = "alibi"
 ) -> tuple[PaperConfig, dict[str, Tensor]]:
-    """Reads a checkpoint of the paper's repository: its configuration, and tensors by our names.
-
-    Nothing in the file is run. Half-precision weights, as the original trains with --fp16, become
-    float32, as it evaluates them; each weight comes once. Files do not say how the model
-    represents order: `position` is "alibi", or "sinusoidal" or "none" for those of fairseq.
-
-    Raises:
-        ValueError: It is no such file, it holds code, it describes a model that this is not (the
-            setting is named), or tensors are missing, unexpected, misshapen, not finite or differ
-            from those that they are tied to (all named).
+    """Reads a checkpoint, which does not say its position, without running anything in it: its
+    configuration, and float32 tensors by our names.
     """
     path = Path(path)
     if position not in ("alibi", "sinusoidal", "none"):
@@ -98,13 +86,20 @@ def load_original(
             "load_original: position must be 'alibi', 'sinusoidal' or 'none', which have no "
             f"weights; got {position!r}"
         )
-    record = read_original(path)
+    record = _read(path)
     weights = _weights(record, path)
     config = _config(record, weights, position, path)
     expected = _empty(config).state_dict()
     names = {name: _original_names(name) for name in expected}
     described = {old: expected[name] for name, olds in names.items() for old in olds}
-    _refuse(path, _compare(described, weights))
+    missing = [f"{name} is missing" for name in described if name not in weights]
+    unexpected = [f"{name} is unexpected" for name in weights if name not in described]
+    misshapen = [
+        f"{name} has shape {list(weights[name].shape)} instead of {list(tensor.shape)}"
+        for name, tensor in described.items()
+        if name in weights and weights[name].shape != tensor.shape
+    ]
+    _refuse(path, missing + unexpected + misshapen)
     weights = {name: tensor.float() for name, tensor in weights.items()}
     problems = [
         f"{name} has values that are not finite"
@@ -127,22 +122,15 @@ def convert(
     dictionary: str | Path | None = None,
     position: str | None = None,
 ) -> None:
-    """Turns a checkpoint of the paper's repository into a folder that Transformers loads.
-
-    `output` is made where it is missing, and refused where it holds a model already; `dictionary`
-    is the dict.txt that the model was trained with, to be checked and copied.
-
-    Raises:
-        ValueError: As `load`; the dictionary does not fit; `output` is not to be written.
-        OSError: A file could not be written (disk full); `output` holds no model then.
-    """
+    """Turns a checkpoint, with its dict.txt, into a folder that Transformers loads."""
     output = Path(output)
     held = sorted(
         file.name for name in ("config.json", "*.safetensors") for file in output.glob(name)
     )
     if held:
         raise ValueError(
-            f"convert: output must not hold a model already, got {output} (it has {', '.join(held)})"
+            f"convert: output must not hold a model already, got {output} "
+            f"(it has {', '.join(held)})"
         )
     model = load(path, position=position)
     words = None
@@ -162,7 +150,7 @@ def convert(
 
 
 def add_words(dictionary: Dictionary, folder: Path) -> None:
-    """Writes dict.txt into a model's folder, and the tokenizer of its words that `AutoTokenizer` reads."""
+    """Writes dict.txt and the tokenizer of its words into a model's folder."""
     dictionary.write(folder / "dict.txt")
     save_word_tokenizer(dictionary, folder)
 
@@ -179,10 +167,7 @@ def check_dictionary(
 
 
 def _settings(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The entry that holds the model's settings, and their values.
-
-    Older files keep all settings in one entry.
-    """
+    """The entry that holds the model's settings, of older files all in one, and their values."""
     if record.get("args") is not None:
         return "args", _as_dict(record["args"])
     cfg = _as_dict(record.get("cfg"))
@@ -251,7 +236,8 @@ def _wrong(settings: dict[str, Any], position: str) -> list[str]:
     none = "no_token_positional_embeddings"
     if position == "sinusoidal" and settings.get(none):
         wrong.append(f"{none} must be False for position {position!r}, got {settings[none]!r}")
-    cutoffs = {name: _cutoffs(settings[name]) for name in _CUTOFFS if name in settings}
+    names = ("adaptive_input_cutoff", "adaptive_softmax_cutoff")
+    cutoffs = {name: _cutoffs(settings[name]) for name in names if name in settings}
     converted = settings | cutoffs
     wrong += [
         f"{name} must be {other}, {converted[other]!r}, got {converted[name]!r}"
@@ -282,19 +268,16 @@ def _cutoffs(written: Any) -> list[int] | None:
 
 
 def _vocab_size(cutoffs: list[int], weights: dict[str, Tensor]) -> int:
-    """One past the largest id, from the last band's weights or, without those, the last cutoff.
-
-    No setting of the original says it.
-    """
-    start, band = ([0, *cutoffs])[-1], len(cutoffs)
-    for name in _original_names(f"model.embed_tokens.embeddings.{band}.0.weight"):
+    """One past the largest id, from the last band's weights or, without those, the last cutoff."""
+    start = [0, *cutoffs][-1]
+    for name in _original_names(f"model.embed_tokens.embeddings.{len(cutoffs)}.0.weight"):
         if name in weights and weights[name].dim() > 0:
             return start + len(weights[name])
     return start
 
 
 def _empty(config: PaperConfig) -> PaperForCausalLM:
-    """A model without values in its tensors, so that no weights are drawn only to be replaced."""
+    """A model without values in its tensors."""
     with torch.device("meta"):
         return PaperForCausalLM(config)
 
@@ -313,18 +296,89 @@ def _original_names(name: str) -> list[str]:
     return [original, "decoder.adaptive_softmax.head.word_proj.weight"][: 2 - part]
 
 
-def _compare(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
-    """What is wrong with the tensors, in words."""
-    missing = [f"{name} is missing" for name in expected if name not in weights]
-    unexpected = [f"{name} is unexpected" for name in weights if name not in expected]
-    misshapen = [
-        f"{name} has shape {list(weights[name].shape)} instead of {list(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in weights and weights[name].shape != tensor.shape
-    ]
-    return missing + unexpected + misshapen
-
-
 def _refuse(path: Path, problems: list[str]) -> None:
     if problems:
         raise ValueError(f"load_original: cannot use {str(path)!r}: {'; '.join(problems)}")
+
+
+# Reading a .pt file without running anything in it
+
+
+class _Unread:
+    """Replaces an object that does not matter for the model; its content is ignored."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+class _Dtype(_Unread):
+    def __init__(self, name: object = None, *_: object) -> None:
+        self.name = name if isinstance(name, str) else ""
+
+
+def _scalar(dtype: object = None, raw: object = None, *_: object) -> object:
+    """A number of NumPy as a plain one."""
+    if isinstance(dtype, _Dtype) and re.fullmatch("f[248]|[iu][1248]|b1", dtype.name):
+        number = np.dtype(dtype.name)
+        if isinstance(raw, bytes) and len(raw) == number.itemsize:
+            return np.frombuffer(raw, number)[0].item()
+    return _Unread()
+
+
+def _dict(*_: object) -> dict[Any, Any]:
+    return {}
+
+
+# What the original saves besides tensors and plain values: options, and metrics of NumPy. Numbers
+# are read, and nothing is called.
+_HARMLESS: list[Any] = [
+    Namespace,
+    (_dict, "collections.defaultdict"),
+    *((_Unread, f"builtins.{name}") for name in ("dict", "float", "int", "list")),
+    (_Dtype, "numpy.dtype"),
+    (_Unread, "numpy.ndarray"),
+    *(
+        (stand_in, f"numpy.{core}.multiarray.{name}")
+        for core in ("core", "_core")  # until NumPy 2, and since
+        for name, stand_in in (("_reconstruct", _Unread), ("scalar", _scalar))
+    ),
+]
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """The file's content, a record of tensors and plain values; or why it cannot be read."""
+    if not path.is_file():
+        raise ValueError(f"load_original: path must be a file, got {str(path)!r}")
+    try:
+        damaged = _damaged_entry(path)
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_HARMLESS):
+            warnings.simplefilter("ignore")  # about the pickle's protocol
+            record = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes can raise anything
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        asks = code and f"it asks for {code[1]}, which was not run"
+        raise _no_checkpoint(path, asks or "it is damaged or foreign") from error
+    if damaged:
+        raise _no_checkpoint(path, f"its entry {damaged} is damaged")
+    if not isinstance(record, Mapping) or not isinstance(record.get("model"), Mapping):
+        raise ValueError(
+            f"load_original: path must be a checkpoint with an entry 'model', got {str(path)!r}"
+        )
+    return record
+
+
+def _damaged_entry(path: Path) -> str | None:
+    """The first entry of a zip file, if it is one, whose checksum is wrong; torch checks none."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\3\4":
+            return None
+    with zipfile.ZipFile(path) as entries:
+        return entries.testzip()
+
+
+def _no_checkpoint(path: Path, reason: str) -> ValueError:
+    return ValueError(
+        "load_original: path must be a checkpoint of tensors and plain values, "
+        f"got {str(path)!r} ({reason})"
+    )

@@ -1,11 +1,9 @@
 """The commands `linbias paper ...`: the paper's path, from token files to perplexity."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,28 +19,19 @@ from linbias.cli.console import (
     print_json,
     print_path,
 )
+from linbias.cli.options import model_option, option, text_option, training_option
 from linbias.data import SPLITS
 from linbias.methods import PAPER, methods_of
 from linbias.paper.recipe import OPTIONS, PRESETS, Recipe, recipe_from_preset
 
-if TYPE_CHECKING:  # these modules load torch
-    from linbias.paper.score import Scores
-    from linbias.paper.train import PaperMetrics
-
 ALL_CORES = os.cpu_count() or 1
 Data = Annotated[Path, typer.Argument(help="Folder that [bold]prepare[/] or the original made.")]
-Workers = Annotated[int, options.text_option("Processes that read text.")]
-Preset = Annotated[str, options.training_option(f"One of {', '.join(PRESETS)}.")]
-Position = Annotated[
-    str,
-    typer.Option(help=f"One of {', '.join(methods_of(PAPER))}.", rich_help_panel="Model"),
-]
+Workers = Annotated[int, text_option("Processes that read text.")]
+Preset = Annotated[str, training_option(f"One of {', '.join(PRESETS)}.")]
+Position = Annotated[str, model_option(f"One of {', '.join(methods_of(PAPER))}.")]
 CheckpointPosition = Annotated[
     str | None,
-    typer.Option(
-        help="For a .pt file: alibi, or sinusoidal or none for models of unchanged fairseq.",
-        rich_help_panel="Model",
-    ),
+    model_option("For a .pt file: alibi, or sinusoidal or none for models of unchanged fairseq."),
 ]
 
 app = new_group()
@@ -63,26 +52,26 @@ def _text_file(help: str) -> Any:
 @app.command()
 def prepare(
     output: options.NewFolder,
-    train: Annotated[Path | None, options.text_option("Text to train on.")] = None,
-    valid: Annotated[Path | None, options.text_option("Text to validate on.")] = None,
-    test: Annotated[Path | None, options.text_option("Text to test on.")] = None,
+    train: Annotated[Path | None, text_option("Text to train on.")] = None,
+    valid: Annotated[Path | None, text_option("Text to validate on.")] = None,
+    test: Annotated[Path | None, text_option("Text to test on.")] = None,
     dataset: Annotated[
         str | None,
-        options.text_option("Instead of texts: 'wikitext-103' or 'wikitext-2', over the network."),
+        text_option("Instead of texts: 'wikitext-103' or 'wikitext-2', over the network."),
     ] = None,
     dictionary: Annotated[
-        Path | None, options.text_option("A dict.txt to use. Default: count the words.", "--dict")
+        Path | None, text_option("A dict.txt to use. Default: count the words.", "--dict")
     ] = None,
     workers: Workers = ALL_CORES,
-    nwords: Annotated[int, options.text_option("Size of the dictionary; -1: all words.")] = -1,
-    threshold: Annotated[int, options.text_option("Leave out words that are rarer.")] = -1,
+    nwords: Annotated[int, text_option("Size of the dictionary; -1: all words.")] = -1,
+    threshold: Annotated[int, text_option("Leave out words that are rarer.")] = -1,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
     """Turn texts into ids: dict.txt, and .bin and .idx files as fairseq makes and reads them.
 
     \b
-    [dim]linbias paper prepare --train wiki.train.tokens --valid wiki.valid.tokens --test wiki.test.tokens -o data[/]
+    [dim]linbias paper prepare --train wiki.train.tokens --valid wiki.valid.tokens -o data[/]
     [dim]linbias paper prepare --dataset wikitext-103 -o data[/]
     """
     from linbias.paper.prepare import prepare as run
@@ -102,8 +91,7 @@ def prepare(
             progress=advance,
         )
     if as_json:
-        print_json({"data": str(output), **made.to_dict()})
-        return
+        return print_json({"data": str(output), **made.to_dict()})
     for name, split in made.splits.items():
         out.print(
             f"{name}: {split.num_lines:,} lines, {split.num_ids:,} ids, "
@@ -112,17 +100,14 @@ def prepare(
     print_path(f"{made.dictionary_size:,} types; data in", output)
 
 
-def _with_recipe_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each field of a recipe; None keeps the preset's value."""
-    words = {
-        name: f"{help} [dim]({original})[/]" if original else help
-        for name, (help, original, _) in OPTIONS.items()
-    }
-    return options.with_fields(command, Recipe, words, dict.fromkeys(words))
+_WORDS = {
+    name: f"{help} [dim]({original})[/]" if original else help
+    for name, (help, original, _) in OPTIONS.items()
+}
 
 
 @app.command()
-@_with_recipe_fields
+@options.with_fields(Recipe, _WORDS, dict.fromkeys(_WORDS))  # None keeps the preset's value
 @considerate()
 def train(
     data: Data,
@@ -164,9 +149,8 @@ def train(
     if not is_first_process():
         return
     if as_json:
-        print_json({"model": str(output), **metrics.to_dict()})
-        return
-    out.print(_training_summary(metrics), soft_wrap=True)
+        return print_json({"model": str(output), **metrics.to_dict()})
+    _print_training(metrics)
     print_path("model in", output)
 
 
@@ -178,19 +162,19 @@ def translate(
     """Print our command for one of the original's README, and name what it leaves out.
 
     \b
-    [dim]linbias paper translate 'fairseq-train data --arch transformer_lm_wiki103 --max-update 286000 ...'[/]
-    [dim]linbias paper translate 'l=1024; fairseq-eval-lm data --path best.pt --tokens-per-sample $l'[/]
+    [dim]linbias paper translate 'fairseq-train data --max-update 286000 ...'[/]
+    [dim]linbias paper translate 'l=64; fairseq-eval-lm data --path a.pt --tokens-per-sample $l'[/]
     """
     from linbias.paper.translate import translate as to_ours
 
     ours = to_ours(command)
     if as_json:
-        print_json({"command": ours.command, "notes": ours.notes, "unknown": ours.unknown})
-        return
-    out.print(ours.command, markup=False, highlight=False, soft_wrap=True)
+        shown = {"command": ours.command, "notes": ours.notes, "unknown": ours.unknown}
+        return print_json(shown)
+    out.print(ours.command, markup=False, soft_wrap=True)
     lines = [f"note: {line}" for line in ours.notes]
     for line in [*lines, *(f"not known here: {line}" for line in ours.unknown)]:
-        err.print(line, markup=False, highlight=False, soft_wrap=True)
+        err.print(line, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -199,9 +183,7 @@ def convert(
     output: options.NewFolder,
     dictionary: Annotated[
         Path | None,
-        options.text_option(
-            "The dict.txt that the model was trained with, to go along.", "--dict"
-        ),
+        text_option("The dict.txt that the model was trained with, to go along.", "--dict"),
     ] = None,
     position: CheckpointPosition = None,
 ) -> None:
@@ -225,19 +207,15 @@ def evaluate(
         Path, typer.Argument(help="A folder of a model, or the original's .pt file.")
     ],
     data: Data,
-    split: Annotated[str, options.text_option(f"One of {', '.join(SPLITS)}.")] = "valid",
-    length: Annotated[
-        int | None, typer.Option(help="Tokens read at a time. Default: as trained.")
-    ] = None,
+    split: Annotated[str, text_option(f"One of {', '.join(SPLITS)}.")] = "valid",
+    length: Annotated[int | None, option("Tokens read at a time. Default: as trained.")] = None,
     context_window: Annotated[
         int,
-        typer.Option(
-            help="Tokens of the blocks before that are read again; length - 1: a sliding window."
-        ),
+        option("Tokens of the blocks before that are read again; length - 1: a sliding window."),
     ] = 0,
     batch_tokens: options.BatchTokens = 16384,
     resume: Annotated[
-        Path | None, typer.Option(help="Keep scores in this file, and continue from it.")
+        Path | None, option("Keep scores in this file, and continue from it.")
     ] = None,
     position: CheckpointPosition = None,
     quiet: options.Quiet = False,
@@ -247,7 +225,7 @@ def evaluate(
 
     \b
     [dim]linbias paper evaluate wt103 data --length 1024[/]
-    [dim]linbias paper evaluate checkpoint_best.pt data --length 512 --context-window 511 --resume scores.npz[/]
+    [dim]linbias paper evaluate best.pt data --length 512 --context-window 511[/]
     """
     from linbias.paper.score import evaluate as measure
     from linbias.paper.score import load_for
@@ -265,8 +243,7 @@ def evaluate(
             progress=advance,
         )
     if as_json:
-        print_json({"model": str(model), "data": str(data), **result.to_dict()})
-        return
+        return print_json({"model": str(model), "data": str(data), **result.to_dict()})
     _print_scores([result])
     out.print(result.line)
 
@@ -280,7 +257,7 @@ def run(
     output: options.RunFolder,
     preset: Preset = "tiny",
     position: Position = "alibi",
-    steps: Annotated[int | None, options.training_option(OPTIONS["steps"][0])] = None,
+    steps: Annotated[int | None, training_option(OPTIONS["steps"][0])] = None,
     fields: options.Fields = None,
     workers: Workers = ALL_CORES,
     batch_tokens: options.BatchTokens = 16384,
@@ -308,26 +285,25 @@ def run(
         progress=not quiet,
     )
     if as_json:
-        print_json(results.to_dict())
-        return
-    out.print(_training_summary(results.training), soft_wrap=True)
+        return print_json(results.to_dict())
+    _print_training(results.training)
     _print_scores(results.evaluations)
 
 
-def _training_summary(metrics: PaperMetrics) -> str:
+def _print_training(metrics: Any) -> None:
     validation = ""
     if metrics.valid_ppl is not None:
         validation = (
             f", {metrics.valid_ppl:.2f} on the validation text at step {metrics.best_step:,}"
         )
-    return (
+    out.print(
         f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.steps:,} steps, "
         f"{metrics.tokens / 1e6:.2f} M tokens in {metrics.seconds:.0f} s "
         f"({metrics.tokens_per_second:,.0f} tokens/s); "
-        f"training perplexity {metrics.ppl:.2f}{validation}"
+        f"training perplexity {metrics.ppl:.2f}{validation}",
+        soft_wrap=True,
     )
 
 
-def _print_scores(results: Sequence[Scores]) -> None:
-    columns = ("split", "length", "context", "tokens", "perplexity")
-    out.print(evaluation_table(results, *columns))
+def _print_scores(results: Iterable[Any]) -> None:
+    out.print(evaluation_table(results, "split", "length", "context", "tokens", "perplexity"))

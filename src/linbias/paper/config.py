@@ -11,51 +11,7 @@ _MOST_BANDS = 64
 
 
 class PaperConfig(fields.CheckedConfig):
-    """Describe the language model of the paper; the defaults are its WikiText-103 model.
-
-    Ids are frequency ranks, cut into bands: `cutoffs` (20000, 60000) of 267744 types make the bands
-    [0, 20000), [20000, 60000) and [60000, 267744). Band i has embeddings of width
-    hidden_size // adaptive_factor**i, so that rare words cost little.
-
-    Args:
-        vocab_size: Types of the dictionary, its four specials included.
-        hidden_size: Width of the residual stream, a multiple of num_attention_heads.
-        num_hidden_layers: Number of blocks.
-        num_attention_heads: Heads H.
-        intermediate_size: Width inside the feed-forward part.
-        position: "alibi", "sinusoidal", "rotary", "t5" or "none".
-        train_length: Tokens per training block.
-        cutoffs: First id of every band but the first, rising; () makes one band. Each band has two
-            ids or more.
-        adaptive_factor: By how much each band is narrower than the one before.
-        dropout: On the embedded input and on what each sub-layer adds.
-        attention_dropout: On the attention weights.
-        activation_dropout: After the ReLU.
-        softmax_dropout: On the input of the softmax, and inside its tails.
-        layer_norm_eps: Added to the variance in every layer norm.
-        final_norm: Whether a layer norm follows the last block.
-        ignore_tail_pad: Whether the loss leaves out the tail term of the second id of each tail
-            band, as the original's training and validation loss does: it compares ids relative to
-            their band with the id of <pad>. Log-probabilities never leave it out.
-        slope_schedule: ALiBi slopes, a name known to `linbias.slopes`.
-        slope_scale: Factor on the ALiBi slopes, as in `LinbiasConfig`.
-        rotary_base: Ratio of the slowest rotary wavelength to the fastest.
-        t5_num_buckets: Distances that the T5 bias tells apart.
-        t5_max_distance: Distance from which on the T5 bias no longer changes.
-        attention_implementation: Name handed to `linbias.torch.attention`; only "alibi" uses it.
-        use_cache: Keep keys and values for decoding when the model is not training.
-        bos_token_id, pad_token_id, eos_token_id: The ids of <s>, <pad> and </s> in the dictionary.
-
-    Raises:
-        TypeError: There is no such field.
-        ValueError: A field breaks its rule; the message names the field, the rule and the value.
-
-    Example:
-        >>> PaperConfig().bands
-        [(0, 20000, 1024), (20000, 60000, 256), (60000, 267744, 64)]
-
-    Source: Press, Smith and Lewis, ICLR 2022, section 4; Baevski and Auli, ICLR 2019.
-    """
+    """The paper's language model, on WikiText-103; fields without a word are `LinbiasConfig`'s."""
 
     model_type = "linbias-paper"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
@@ -67,14 +23,16 @@ class PaperConfig(fields.CheckedConfig):
     intermediate_size: int = 4096
     position: str = "alibi"
     train_length: int = 512
-    cutoffs: tuple[int, ...] = (20000, 60000)
-    adaptive_factor: float = 4.0
-    dropout: float = 0.3
+    cutoffs: tuple[int, ...] = (20000, 60000)  # first id of each band but the first
+    adaptive_factor: float = 4.0  # by which each band is narrower than the one before
+    dropout: float = 0.3  # of the embedded input, and of what each sub-layer adds
     attention_dropout: float = 0.1
-    activation_dropout: float = 0.1
-    softmax_dropout: float = 0.2
+    activation_dropout: float = 0.1  # after the ReLU
+    softmax_dropout: float = 0.2  # of the softmax' input, and inside its tails
     layer_norm_eps: float = 1e-5
-    final_norm: bool = False
+    final_norm: bool = False  # whether a layer norm follows the last block
+    # Whether the loss, as that of the original, leaves out the tail term of the second id of each
+    # tail band: the original compares ids relative to their band with that of <pad>.
     ignore_tail_pad: bool = True
     slope_schedule: str = "paper"
     slope_scale: str | float | None = None
@@ -114,10 +72,9 @@ class PaperConfig(fields.CheckedConfig):
 
     def _check_bands(self) -> None:
         """Check that every band has a second id, which counts as its padding, and a width."""
-        listed = isinstance(self.cutoffs, list | tuple) and all(
-            map(fields.is_integer, self.cutoffs)
-        )
-        edges = (0, *self.cutoffs, self.vocab_size) if listed else ()
+        cutoffs: Any = self.cutoffs
+        listed = isinstance(cutoffs, list | tuple) and all(map(fields.is_integer, cutoffs))
+        edges = (0, *cutoffs, self.vocab_size) if listed else ()
         wide = listed and all(stop - start >= 2 for start, stop in pairwise(edges))
         rule = f"ids that cut [0, {self.vocab_size}) into bands of 2 or more, or [] for one band"
         fields.require(self, "cutoffs", wide, rule)

@@ -14,30 +14,13 @@ _OVERWRITE = "#fairseq:overwrite"
 
 
 class Dictionary:
-    """The id of every word: four special ones, then words by falling count.
-
-        <s> 0   <pad> 1   </s> 2, at the end of each line   <unk> 3, for a word that is not here
-
-    A special word that occurs in a text has its special id.
-
-    Attributes:
-        symbols: The word of each id.
-        counts: How often the words occurred; 0 for the specials, whose counts are not kept.
-        ids: The id of each word, and 3 for any other; `ids.misses` counts those.
-
-    Example:
-        >>> dictionary = Dictionary.from_counts({"b": 2, "a": 2, "c": 5}, padding_factor=1)
-        >>> dictionary.symbols[4:]
-        ['c', 'a', 'b']
-        >>> dictionary.encode_line(" a <unk> d ")
-        [5, 3, 3, 2]
-    """
+    """The id of every word: four special ones, then words by falling count."""
 
     BOS, PAD, EOS, UNK = 0, 1, 2, 3
 
     def __init__(self) -> None:
-        self.symbols: list[str] = []
-        self.counts: list[int] = []
+        self.symbols: list[str] = []  # by id
+        self.counts: list[int] = []  # how often each occurred; 0 of the special ones
         self.ids = _Ids()
         for word in SPECIALS:
             self._add(word, 0)
@@ -50,11 +33,8 @@ class Dictionary:
         nwords: int = -1,
         padding_factor: int = 8,
     ) -> Dictionary:
-        """Numbers words by falling count, and equal counts by code points.
-
-        Words rarer than `threshold` are left out, and those beyond a size of `nwords`, specials
-        included (0 or less: none). Words of count 0 that no text has (madeupword0000,
-        madeupword0001, ...) make the size a multiple of `padding_factor`, which `prepare` checks.
+        """Numbers words by falling count, then by code points: up to `nwords` if that is above 0,
+        none rarer than `threshold`, and made-up ones up to a multiple of `padding_factor`.
         """
         dictionary = cls()
         words = sorted(
@@ -72,12 +52,7 @@ class Dictionary:
 
     @classmethod
     def read(cls, path: str | Path) -> Dictionary:
-        """Reads a dict.txt, of this project or of fairseq.
-
-        Line k, counted from 0, has word k + 4 and its count. A word may come again on a line that
-        ends in `#fairseq:overwrite`: its id is then the later one. A `ValueError` names what is
-        wrong.
-        """
+        """Reads a dict.txt, of this project or of fairseq: line k has word k + 4 and its count."""
         if not Path(path).is_file():
             raise ValueError(f"Dictionary.read: path must be a dict.txt, got {str(path)!r}")
         data = Path(path).read_bytes()
@@ -104,7 +79,7 @@ class Dictionary:
         return dictionary
 
     def write(self, path: str | Path) -> None:
-        """Writes a dict.txt that `read` reads back: words and counts without the specials."""
+        """Writes a dict.txt that `read` reads back."""
         seen = set(SPECIALS)
         with new_file(Path(path)) as file:
             for word, count in zip(self.symbols[4:], self.counts[4:], strict=True):
@@ -113,7 +88,7 @@ class Dictionary:
                 seen.add(word)
 
     def encode_line(self, line: str) -> list[int]:
-        """The ids of a line's words, which white space of any kind separates, then that of </s>."""
+        """The ids of a line's words, parted by white space of any kind, and that of </s>."""
         return [*map(self.ids.__getitem__, line.split()), self.EOS]
 
     def __len__(self) -> int:
@@ -137,11 +112,7 @@ def _parse(line: str) -> tuple[str, int, bool] | None:
 
 
 def check_words(own: Path, other: Path, function: str) -> None:
-    """Refuses a dict.txt `other` whose words are not those that a model was trained with.
-
-    Only the words that both have are compared, since sizes are compared elsewhere; nothing where
-    `other` is missing.
-    """
+    """Refuses a dict.txt `other`, if there is one, that differs where both have a word."""
     if not other.is_file():
         return
     expected, others = Dictionary.read(own).symbols, Dictionary.read(other).symbols

@@ -15,7 +15,7 @@ from linbias.paper.model import PaperForCausalLM, PaperModel
 
 
 def _encoder(folder: str) -> Callable[[bytes], NDArray[Any]]:
-    """What turns each line of a text into the ranks of its words, and </s>."""
+    """What turns a text into the ids of its words, and </s> at the end of each line."""
     words = Dictionary.read(Path(folder, "dict.txt"))
 
     def encode_lines(text: bytes) -> NDArray[Any]:

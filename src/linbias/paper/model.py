@@ -1,12 +1,8 @@
 """The paper's language model: a pre-norm decoder with adaptive input and a tied adaptive softmax.
 
-Read from the bottom up: `PaperForCausalLM` (loss and log-probabilities) calls `PaperModel`
-(embedding, position, blocks; its forward is `decoder.Decoder.forward`), which calls `DecoderBlock`s,
-which call `SelfAttention`. Modules are named as the original names its tensors, so that a checkpoint
-of either is readable beside the other.
-
-The positions are those of `linbias.models.decoder.positions`, but for the sinusoidal ones: the original scales
-the embedding in every model, and its sinusoids have other wavelengths and another start.
+Modules are named as the original names its tensors. Positions are those of
+`linbias.models.decoder.positions`, but for the sinusoids, which have other wavelengths and another
+start; the original scales the embedding in every model.
 """
 
 import math
@@ -26,10 +22,8 @@ from linbias.paper.config import PaperConfig
 
 
 class Sinusoidal(Position):
-    """Add sin(n r_i) and cos(n r_i) of token n = 2, 3, ..., r_i = 10000^(-i / (hidden_size/2 - 1)).
-
-    The original numbers tokens from <pad>'s id + 1, and its slowest wavelength is 10000 * 2 pi
-    exactly; all sines stand before all cosines.
+    """Add all sin(n r_i), then all cos(n r_i), n = 2, 3, ..., as the original does, from <pad>'s
+    id + 1, and r_i = 10000^(-i / (hidden_size/2 - 1)).
     """
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -91,25 +85,17 @@ class PaperPreTrainedModel(decoder.DecoderPreTrainedModel):
 
 
 class PaperModel(decoder.Decoder, PaperPreTrainedModel):
-    """Turn token ids into hidden states, one per token: embedding, blocks, perhaps a final norm.
-
-    Call, padding and cache are those of `decoder.Decoder`.
-
-    Example:
-        >>> config = PaperConfig(vocab_size=50, hidden_size=32, cutoffs=(10,), num_hidden_layers=2)
-        >>> PaperModel(config)(torch.tensor([[2, 5, 40]])).last_hidden_state.shape
-        torch.Size([1, 3, 32])
-    """
+    """Turn token ids into hidden states, as `decoder.Decoder` does."""
 
     embed_tokens: AdaptiveEmbedding
 
     def __init__(self, config: PaperConfig) -> None:
         super().__init__(config)
         self.embed_tokens = AdaptiveEmbedding(config)
-        sinusoidal = config.position == "sinusoidal"
-        self.position = (
-            Sinusoidal(config) if sinusoidal else make_position(config.position, config)
-        )
+        if config.position == "sinusoidal":
+            self.position = Sinusoidal(config)
+        else:
+            self.position = make_position(config.position, config)
         if isinstance(self.position, T5):
             nn.init.normal_(self.position.bias.weight, std=config.hidden_size**-0.5)
         self.dropout = nn.Dropout(config.dropout)
@@ -128,20 +114,7 @@ class PaperModel(decoder.Decoder, PaperPreTrainedModel):
 
 
 class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
-    """Predict the next token: `PaperModel`, then the adaptive softmax tied to its embedding.
-
-    It saves, loads, generates and trains as any Transformers model does; `linbias.models.install()`
-    makes it known to `AutoModelForCausalLM`. Its logits are log-probabilities.
-
-    Example:
-        >>> config = PaperConfig(vocab_size=50, hidden_size=32, cutoffs=(10,), num_hidden_layers=2)
-        >>> model = PaperForCausalLM(config).eval()
-        >>> ids = torch.tensor([[2, 5, 40]])
-        >>> model(ids).logits.exp().sum(-1).allclose(torch.ones(1, 3))
-        True
-        >>> model.log_probs(ids, targets=torch.tensor([[7]])).shape
-        torch.Size([1, 1])
-    """
+    """Predict the next token; a model of Transformers whose logits are log-probabilities."""
 
     # Tells Trainer to pass num_items_in_batch, so that accumulation weighs every token alike.
     accepts_loss_kwargs = True
@@ -155,7 +128,8 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
     def resize_token_embeddings(self, *_: Any, **__: Any) -> nn.Module:
         """Refuse: ids are frequency ranks in bands, and <pad> is one of them."""
         raise NotImplementedError(
-            "PaperForCausalLM: the vocabulary cannot be resized: its ids are frequency ranks (the tokenizer has <pad>)"
+            "PaperForCausalLM: the vocabulary cannot be resized: its ids are frequency ranks "
+            "(the tokenizer has <pad>)"
         )
 
     @takes_cache
@@ -176,23 +150,8 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutputWithPast:
-        """Return the mean loss in nats where there is something to score, else log-probabilities.
-
-        Arguments not listed here are those of `decoder.Decoder.forward`.
-
-        Args:
-            labels: [B, T], the Transformers way: token t is scored on labels[:, t + 1].
-            targets: [B, T], the original's way: token t is scored on targets[:, t]. A block of a
-                stream has the id before the block as its first input, so that every id is scored.
-                In both, -100 and <pad> are not scored.
-            token_type_ids: Not used; some tokenizers make them.
-            logits_to_keep: Return the log-probabilities [B, T, vocab_size], in at least float32,
-                of the last so many tokens only; 0 means all. Hidden states and attentions come for all tokens.
-            num_items_in_batch: Divide the summed loss by this instead of the number of scored
-                tokens, so that the parts of a larger batch add up to its mean.
-
-        Raises:
-            ValueError: Both labels and targets are given.
+        """Return log-probabilities or, given labels[:, t + 1] or the original's targets[:, t] to
+        score tokens [:, t] on, the mean loss in nats.
         """
         if labels is not None and targets is not None:
             raise ValueError("PaperForCausalLM: give either labels or targets, and not both")
@@ -226,33 +185,17 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
         )
 
     def log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
-        """Return log p of what follows each of the last tokens, as the original evaluates it.
-
-        Only the parts of the vocabulary that hold a target are computed.
-
-        Args:
-            input_ids: [B, T] token ids.
-            targets: [B, K], K <= T: the ids that follow the last K tokens.
-
-        Returns:
-            [B, K], nats, in at least float32.
-
-        Raises:
-            IndexError: An id beyond the vocabulary.
-        """
+        """Return log p of the targets [B, K], which follow the last K of input_ids [B, T]."""
         outputs = self.model(input_ids, use_cache=False, keep=targets.shape[1], return_dict=True)
-        hidden = outputs.last_hidden_state.flatten(0, 1)
-        log_probs = self.adaptive_softmax.log_probs(
-            hidden, targets.flatten(), self.model.embed_tokens
-        )
+        hidden, table = outputs.last_hidden_state.flatten(0, 1), self.model.embed_tokens
+        log_probs = self.adaptive_softmax.log_probs(hidden, targets.flatten(), table)
         return log_probs.view(targets.shape)
 
-    def _loss(
-        self, hidden: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None
-    ) -> Tensor:
+    def _loss(self, hidden: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
+        """The loss, divided by a number of tokens or, if None, by that of the scored ones."""
         total = self.adaptive_softmax.loss(hidden, targets, self.model.embed_tokens)
-        if num_items_in_batch is None:
-            num_items_in_batch = ((targets != -100) & (targets != self.config.pad_token_id)).sum()
-        if isinstance(num_items_in_batch, Tensor):  # Trainer may count on another device
-            num_items_in_batch = num_items_in_batch.to(total.device)
-        return total / num_items_in_batch
+        if count is None:
+            count = ((targets != -100) & (targets != self.config.pad_token_id)).sum()
+        if isinstance(count, Tensor):  # Trainer may count on another device
+            count = count.to(total.device)
+        return total / count

@@ -1,24 +1,19 @@
-"""The whole path of the paper in one call: prepare, train, evaluate.
+"""The whole path of the paper in one call: prepare into data/, train into model/, evaluate.
 
-texts.json         the fingerprints of the texts; written first, compared when the run continues
-data/              what `prepare` makes
-model/             what `train` makes
-scores-*.npz       the scores of each evaluation, from which a stopped one continues
+texts.json has the fingerprints of the texts; scores-*.npz are what a stopped evaluation continues.
 """
-
-from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 from linbias._run.files import Record, fingerprint
 from linbias._run.folders import hold_run_folder, open_run_folder
-from linbias._run.progress import Advance, progress_bar
+from linbias._run.progress import progress_bar
 from linbias.paper.checkpoint import load
 from linbias.paper.prepare import prepare
 from linbias.paper.recipe import Recipe
@@ -28,13 +23,7 @@ from linbias.paper.train import PaperMetrics, check_recipe, train
 
 @dataclass(frozen=True)
 class PathResults:
-    """What the whole path measured.
-
-    Attributes:
-        training: Of the training.
-        evaluations: Of both held-out splits, at the training length and four times it, without
-            overlap and with a window that slides by half its length.
-    """
+    """What the whole path measured: of the training, and of each evaluation."""
 
     training: PaperMetrics
     evaluations: tuple[Scores, ...]
@@ -57,14 +46,8 @@ def run(
     batch_tokens: int = 16384,
     progress: bool = True,
 ) -> PathResults:
-    """Goes from texts ("train", "valid" and "test") to perplexities, or continues such a run.
-
-    `output`, `recipe` and `fit` are as for `linbias.paper.train.train`, `workers` and
-    `batch_tokens` as for `prepare` and `score`.
-
-    Raises:
-        ValueError: A text is missing, empty or not UTF-8; the folder is in use or another run's;
-            there are several processes (torchrun); or as `linbias.paper.train.train`.
+    """Goes from texts to perplexities, at the training length and four times it, without overlap
+    and with a window that slides by half its length; or continues such a run.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("run: must run as one process; use paper train for several (torchrun)")
@@ -72,21 +55,25 @@ def run(
     fingerprints = {split: fingerprint(text) for split, text in texts.items()}
     with hold_run_folder(output, "run"):
         open_run_folder(output / "texts.json", fingerprints, "run")
-        data, model_folder = output / "data", output / "model"
-
-        def bar(task: str) -> AbstractContextManager[Advance]:
-            return progress_bar(task, visible=progress)
-
+        data, bar = output / "data", partial(progress_bar, visible=progress)
         if not data.exists():
             try:
-                _prepare(texts, data, workers, bar)
+                with bar("reading text") as advance:
+                    made = prepare(texts, data, workers=workers, progress=advance)
+                for name, read in made.splits.items():
+                    if not read.num_ids:
+                        shutil.rmtree(data)
+                        raise ValueError(
+                            f"run: texts must have at least a line each, got {texts[name]}"
+                        )
             except ValueError:
                 (output / "texts.json").unlink()  # so that other texts can use the folder
                 raise
-        training = train(data, model_folder, recipe, fit=fit, progress=progress)
-        model = load(model_folder)
-        evaluations = []
-        for split, length, context_window in _measured(recipe.length):
+        training = train(data, output / "model", recipe, fit=fit, progress=progress)
+        model, evaluations = load(output / "model"), []
+        lengths = (recipe.length, 4 * recipe.length)
+        for split, length, slides in product(("valid", "test"), lengths, (False, True)):
+            context_window = length // 2 if slides else 0
             with bar(f"{split}, {length:,} tokens at a time") as advance:
                 evaluation = evaluate(
                     model,
@@ -100,27 +87,3 @@ def run(
                 )
             evaluations.append(evaluation)
         return PathResults(training=training, evaluations=tuple(evaluations))
-
-
-def _prepare(
-    texts: Mapping[str, Path],
-    data: Path,
-    workers: int,
-    bar: Callable[[str], AbstractContextManager[Any]],
-) -> None:
-    with bar("reading text") as advance:
-        made = prepare(texts, data, workers=workers, progress=advance)
-    empty = [str(texts[name]) for name, split in made.splits.items() if not split.num_ids]
-    if empty:
-        shutil.rmtree(data)
-        raise ValueError(f"run: texts must have at least a line each, got {empty[0]}")
-
-
-def _measured(length: int) -> list[tuple[str, int, int]]:
-    """Split, length and context window of each evaluation."""
-    return [
-        (split, tokens, context_window)
-        for split in ("valid", "test")
-        for tokens in (length, 4 * length)
-        for context_window in (0, tokens // 2)
-    ]

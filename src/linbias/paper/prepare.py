@@ -1,15 +1,10 @@
-"""From text to a folder of ids: dict.txt, and .bin and .idx of each split.
+"""From text to a folder of ids, which is that of the original's preprocessing byte for byte.
 
-    text  ->  counts of words  ->  dictionary  ->  ids of each line
-
-The folder is the same, byte for byte, as that of the original's preprocessing, and either can be
-used instead of the other. Text is read line by line, by several processes (see `ranges`), so
-that memory grows with the number of words and not with the text.
+Text is read by several processes (see `ranges`), in memory that grows with the words alone.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 from array import array
@@ -18,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Split:
-    """What `prepare` found in a text: lines, ids (one of </s> per line too), words now <unk>."""
+    """How many lines, ids (with </s> of each line) and words that became <unk> a text has."""
 
     num_lines: int
     num_ids: int
@@ -45,7 +41,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` made: the folder, the number of ids, and what it found, by split."""
+    """What `prepare` made: the folder, the size of its dictionary, and what each text has."""
 
     folder: Path
     dictionary_size: int
@@ -68,68 +64,47 @@ def prepare(
     padding_factor: int = 8,
     progress: Progress | None = None,
 ) -> Prepared:
-    """Numbers the words of texts, and writes a folder of ids.
-
-    A line ends at a line feed, a carriage return or both; the last may lack its end. Words are
-    separated by white space of any kind, Unicode's included. The folder appears once it is
-    complete: an interrupted run leaves nothing.
-
-    Args:
-        texts: Files of UTF-8 text by split, any of "train", "valid" and "test". Or a data set,
-            "wikitext-103" or "wikitext-2", whose lines are streamed to a temporary folder.
-        output: The folder to make; it must not exist, or be empty.
-        dictionary: A dict.txt to use; None makes one from the train text.
-        workers: Processes that read text. With more than one, a script must call this under
-            `if __name__ == "__main__"`, as always with multiprocessing.
-        nwords, threshold, padding_factor: As for `Dictionary.from_counts`.
-        progress: Called with the bytes read and the bytes to read; the train text is read twice
-            where its words are counted. While a data set is fetched, the latter are None.
-
-    Raises:
-        ValueError: An argument breaks a rule above; a text is missing, empty or not UTF-8; or a
-            data set cannot be reached.
-
-    Example:
-        >>> from linbias.paper.store import read_ids
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     text = Path(folder, "train.txt")
-        ...     _ = text.write_text("the cat\\n\\nthe end\\n")
-        ...     made = prepare({"train": text}, Path(folder, "data"))
-        ...     ids = read_ids(made.folder / "train")
-        >>> made.dictionary_size, ids.sizes.tolist(), ids.tokens.tolist()
-        (8, [3, 1, 3], [4, 5, 2, 2, 4, 6, 2])
+    """Numbers the words of texts, by split or of a data set, and writes a folder of ids, which
+    appears once it is complete; `progress` gets the bytes read and, where known, to read.
     """
     source: Mapping[str, Path] | str
-    if isinstance(texts, str):
-        source = texts
-        if texts not in WIKITEXT_WORDS:
-            raise ValueError(
-                f"prepare: data set must be one of {', '.join(WIKITEXT_WORDS)}, got {texts!r}"
-            )
-    else:
-        source = {split: Path(path) for split, path in texts.items()}
+    source = texts if isinstance(texts, str) else {s: Path(path) for s, path in texts.items()}
+    if not isinstance(source, str):
         _check_texts(source, dictionary)
-    _check_settings(output, dictionary, workers, nwords, threshold, padding_factor)
+    elif source not in WIKITEXT_WORDS:
+        raise ValueError(
+            f"prepare: data set must be one of {', '.join(WIKITEXT_WORDS)}, got {source!r}"
+        )
+    _check_settings(
+        output, dictionary, nwords, threshold, workers=workers, padding_factor=padding_factor
+    )
     output = Path(output).resolve()
     words = None if dictionary is None else Dictionary.read(dictionary)
     with _files(source, output, progress) as paths, _temporary_folder(output, "partial") as folder:
         ranges = {split: cut_into_ranges(paths[split]) for split in SPLITS if split in paths}
         counting = ranges["train"] if words is None else []
-        reporter = _Reporter(progress, [*counting, *itertools.chain(*ranges.values())])
+        done, total = 0, sum(r.num_bytes for r in chain(counting, *ranges.values()))
+
+        def report(parts: Sequence[Range], results: Iterable[Result]) -> Iterator[Result]:
+            nonlocal done
+            for part, result in zip(parts, results, strict=True):
+                done += part.num_bytes
+                if progress is not None:
+                    progress(done, total)
+                yield result
+
         if words is None:
             counts: Counter[str] = Counter()
             with in_processes(_count, workers) as count:
-                for counted in reporter.report(counting, count(counting)):
+                for counted in report(counting, count(counting)):
                     counts.update(counted)
             words = Dictionary.from_counts(counts, threshold, nwords, padding_factor)
         words.write(folder / "dict.txt")
-        with in_processes(partial(_encode, words), workers) as encode:
-            splits = {
-                split: _write_split(
-                    folder / split, reporter.report(parts, encode(parts)), len(words)
-                )
-                for split, parts in ranges.items()
-            }
+        dtype, splits = ids_dtype(len(words)), {}
+        with in_processes(partial(_encode, words, dtype), workers) as encode:
+            for split, parts in ranges.items():
+                encoded = report(parts, encode(parts))
+                splits[split] = _write_split(folder / split, encoded, dtype)
         if output.exists():
             output.rmdir()
         os.replace(folder, output)
@@ -137,26 +112,11 @@ def prepare(
 
 
 class _Encoded(NamedTuple):
-    """The lines of a range as ids [any number], with the size of each line."""
+    """The lines of a range as ids, with the size of each line."""
 
     ids: NDArray[Any]
     sizes: array[int]
     num_replaced: int
-
-
-class _Reporter:
-    """Reports the bytes that are done while it passes the results on."""
-
-    def __init__(self, progress: Progress | None, ranges: Iterable[Range]) -> None:
-        self.progress, self.done = progress, 0
-        self.total = sum(part.num_bytes for part in ranges)
-
-    def report(self, ranges: Sequence[Range], results: Iterable[Result]) -> Iterator[Result]:
-        for part, result in zip(ranges, results, strict=True):
-            self.done += part.num_bytes
-            if self.progress is not None:
-                self.progress(self.done, self.total)
-            yield result
 
 
 def _count(part: Range) -> Counter[str]:
@@ -166,7 +126,7 @@ def _count(part: Range) -> Counter[str]:
     return counts
 
 
-def _encode(dictionary: Dictionary, part: Range) -> _Encoded:
+def _encode(dictionary: Dictionary, dtype: np.dtype[Any], part: Range) -> _Encoded:
     ids: list[int] = []
     sizes = array("i")
     misses = dictionary.ids.misses
@@ -174,11 +134,10 @@ def _encode(dictionary: Dictionary, part: Range) -> _Encoded:
         line_ids = dictionary.encode_line(line)
         ids += line_ids
         sizes.append(len(line_ids))
-    dtype = ids_dtype(len(dictionary))
     return _Encoded(np.array(ids, dtype), sizes, dictionary.ids.misses - misses)
 
 
-def _write_split(prefix: Path, parts: Iterable[_Encoded], dictionary_size: int) -> Split:
+def _write_split(prefix: Path, parts: Iterable[_Encoded], dtype: np.dtype[Any]) -> Split:
     sizes = array("i")  # filled while the ids are written
     num_replaced = 0
 
@@ -189,7 +148,7 @@ def _write_split(prefix: Path, parts: Iterable[_Encoded], dictionary_size: int) 
             num_replaced += part.num_replaced
             yield part.ids
 
-    write_ids(prefix, sizes, chunks(), ids_dtype(dictionary_size))
+    write_ids(prefix, sizes, chunks(), dtype)
     return Split(len(sizes), sum(sizes), num_replaced)
 
 
@@ -202,27 +161,20 @@ def _files(
         yield texts
         return
     with _temporary_folder(output, "text") as folder:
+        files, num_bytes = {split: folder / f"{split}.txt" for split in SPLITS}, 0
         try:
-            files = _fetch(texts, folder, progress)
+            rows = open_data_set(WIKITEXT_WORDS[texts], stream=True)
+            for split, path in files.items():
+                with path.open("wb") as file:
+                    for number, row in enumerate(rows[split]):
+                        num_bytes += file.write(as_line(row["text"]))
+                        if progress is not None and number % 10_000 == 0:
+                            progress(num_bytes, None)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"prepare: data set must be one that can be reached, got {texts!r} ({error})"
             ) from error
         yield files
-
-
-def _fetch(name: str, folder: Path, progress: Progress | None) -> dict[str, Path]:
-    """Writes a data set's splits as text, each row as a line; an empty row is a blank line."""
-    rows = open_data_set(WIKITEXT_WORDS[name], stream=True)
-    texts = {split: folder / f"{split}.txt" for split in SPLITS}
-    num_bytes = 0
-    for split, text in texts.items():
-        with open(text, "wb") as file:
-            for number, row in enumerate(rows[split]):
-                num_bytes += file.write(as_line(row["text"]))
-                if progress is not None and number % 10_000 == 0:
-                    progress(num_bytes, None)
-    return texts
 
 
 @contextmanager
@@ -254,14 +206,9 @@ def _check_texts(paths: Mapping[str, Path], dictionary: str | Path | None) -> No
 
 
 def _check_settings(
-    output: str | Path,
-    dictionary: str | Path | None,
-    workers: int,
-    nwords: int,
-    threshold: int,
-    padding_factor: int,
+    output: str | Path, dictionary: object, nwords: int, threshold: int, **counts: int
 ) -> None:
-    for name, value in {"workers": workers, "padding_factor": padding_factor}.items():
+    for name, value in counts.items():
         if value < 1:
             raise ValueError(f"prepare: {name} must be positive, got {value}")
     if dictionary is not None and (nwords, threshold) != (-1, -1):

@@ -1,10 +1,7 @@
 """Large text files in ranges of whole lines, which several processes work on at a time.
 
-Each process takes the next few megabytes, cut at a line end, and what they find is put together in
-the order of the text. So results do not depend on the number of processes.
+Results come in the order of the text, and so do not depend on the number of processes.
 """
-
-from __future__ import annotations
 
 import io
 import os

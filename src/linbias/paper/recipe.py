@@ -10,53 +10,11 @@ from linbias.lm.settings import DEVICES, PRECISIONS, Checked
 
 @dataclass(frozen=True)
 class Recipe(Checked):
-    """What determines a run, besides its data and the number of processes.
-
-    The defaults are the paper's model for blocks of 512 tokens, one row of `PRESETS`.
-
-    Attributes:
-        position: "alibi", "sinusoidal", "rotary", "t5" or "none".
-        length: Tokens per block, the paper's L.
-        model: Fields of `PaperConfig` that differ from its defaults; the vocabulary, `position` and
-            `train_length` follow from the data and the fields above.
-        max_tokens: Most tokens in a batch, which one process reads at once; at least `length`.
-        rows_multiple: Batches have fewer than this many blocks, or a multiple of it: the original's
-            `--required-batch-size-multiple`.
-        batches_per_step: Batches whose gradients one step adds up, over all processes together:
-            the original's `--update-freq` times its number of GPUs.
-        steps: Updates of the weights.
-        learning_rate: Peak of the schedule.
-        warmup_steps: Steps that raise it from `initial_learning_rate` to `learning_rate`.
-        initial_learning_rate: Where the warmup starts.
-        period: Steps of the first cosine; None ends it with the run.
-        min_learning_rate: Floor of the first cosine.
-        t_mult: Factor on the length of each further cosine.
-        shrink: Factor on the height of each further cosine.
-        momentum: Of Nesterov's accelerated gradient.
-        weight_decay: Share of a weight that a step takes away, per unit of learning rate.
-        clip: Largest norm of the gradient of the mean loss in nats per token.
-        precision: "fp32", "bf16", or "fp16" (GPU only), of matrix products; weights are float32.
-        seed: Fixes the initial weights, the order of the batches, and dropout.
-        validate_steps: Steps between validations; None validates after every pass over the
-            training text, 0 never. The last step is validated too.
-        save_steps: Steps between checkpoints.
-        log_steps: Steps between lines of the log.
-        device: "auto" takes a GPU where there is one; or "cpu".
-        fsdp: Transformers' `fsdp_config`, for runs under torchrun; {} takes its defaults.
-        context_parallel: Processes that share each batch, a piece of every block each (`linbias.torch.context_parallel`),
-            for runs under torchrun with position "alibi".
-
-    Raises:
-        ValueError: A field breaks its rule.
-
-    Example:
-        >>> Recipe(position="rotary", steps=100, warmup_steps=10).cosine_period
-        90
-    """
+    """What determines a run on some data: of most fields, `OPTIONS` says what they are."""
 
     position: str = "alibi"
     length: int = 512
-    model: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)  # fields of `PaperConfig`
     max_tokens: int = 9216
     rows_multiple: int = 1
     batches_per_step: int = 8
@@ -64,7 +22,7 @@ class Recipe(Checked):
     learning_rate: float = 1.0
     warmup_steps: int = 16_000
     initial_learning_rate: float = 1e-7
-    period: int | None = None
+    period: int | None = None  # ends with the run
     min_learning_rate: float = 1e-4
     t_mult: float = 2.0
     shrink: float = 0.75
@@ -73,12 +31,12 @@ class Recipe(Checked):
     clip: float = 0.1
     precision: str = "fp16"
     seed: int = 1
-    validate_steps: int | None = None
+    validate_steps: int | None = None  # validates after every pass over the text
     save_steps: int = 1000
     log_steps: int = 100
     device: str = "auto"
-    fsdp: dict[str, Any] | None = None
-    context_parallel: int = 1
+    fsdp: dict[str, Any] | None = None  # Transformers' `fsdp_config`; {} takes its defaults
+    context_parallel: int = 1  # processes that share each batch, some tokens of every block each
 
     def __post_init__(self) -> None:
         each, length, log_steps = self._require_of_each, self.length, self.log_steps
@@ -112,9 +70,8 @@ class Recipe(Checked):
         return replace(self, steps=steps, warmup_steps=warmup_steps, period=period)
 
 
-# The fields that are options of a command, each with its meaning in a few words, the flag of the
-# original's commands and in what it differs, and what the original takes without the flag: the
-# value has the type of that.
+# The fields that are options of a command: what they are, the original's flag and in what it
+# differs, and what the original takes without the flag, of the type of the value.
 OPTIONS: dict[str, tuple[str, str, Any]] = {
     "length": ("Tokens per block.", "--tokens-per-sample", 1024),
     "max_tokens": ("Most tokens in a batch.", "--max-tokens", 0),
@@ -160,12 +117,13 @@ RATES = {
 }
 
 
-# The README's flags, on eight GPUs. 286,000 steps are then about 200 passes over WikiText-103.
+# The rows of the paper's table, by block length, with the README's flags on eight GPUs: 286,000
+# steps are about 200 passes over WikiText-103.
 _ROWS = {
     **{f"L{length}": Recipe(length=length) for length in (64, 128, 256, 512, 1024, 1536, 2048)},
     "L3072": Recipe(length=3072, max_tokens=3072, batches_per_step=24),
 }
-_SMALL = Recipe(
+_SMALL = Recipe(  # minutes on one GPU
     model={
         "hidden_size": 512,
         "num_hidden_layers": 8,
@@ -182,17 +140,15 @@ _SMALL = Recipe(
     save_steps=500,
     log_steps=20,
 )
-_TINY = Recipe(
+_TINY = Recipe(  # minutes on two cores
     length=128,
     model={
         "hidden_size": 128,
         "num_hidden_layers": 4,
         "intermediate_size": 512,
         "cutoffs": [2000, 10000],
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-        "activation_dropout": 0.0,
-        "softmax_dropout": 0.0,
+        **dict.fromkeys(("dropout", "attention_dropout"), 0.0),
+        **dict.fromkeys(("activation_dropout", "softmax_dropout"), 0.0),
     },
     max_tokens=512,
     batches_per_step=1,
@@ -205,24 +161,12 @@ _TINY = Recipe(
 )
 
 PRESETS = {**_ROWS, "small": _SMALL, "tiny": _TINY}
-"""The rows of the paper's table, named by block length; `small` is for one GPU and `tiny` for two
-CPU cores: minutes, on text of WikiText-2's size or more."""
 
 
 def recipe_from_preset(
     preset: str, *, steps: int | None = None, model: dict[str, Any] | None = None, **changes: Any
 ) -> Recipe:
-    """A preset with some of its fields changed; None keeps the preset's value.
-
-    `steps` is as for `Recipe.lasting`; `model` has fields of `PaperConfig` that differ from those
-    of the preset. A `ValueError` says that there is no such preset, or that a field breaks its
-    rule.
-
-    Example:
-        >>> recipe = recipe_from_preset("tiny", steps=20, model={"hidden_size": 64}, seed=None)
-        >>> recipe.warmup_steps, recipe.model["hidden_size"], recipe.seed
-        (2, 64, 1)
-    """
+    """A preset lasting `steps`, with other values in some fields; None keeps the preset's."""
     if preset not in PRESETS:
         raise ValueError(
             f"recipe_from_preset: preset must be one of {', '.join(PRESETS)}, got {preset!r}"

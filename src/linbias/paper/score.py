@@ -1,21 +1,8 @@
-"""Scores a text as the original does, many windows at a time, and continues where a run was stopped.
+"""Scores a text as the original does, many windows at a time; a run that was stopped continues.
 
-The original cuts N ids into blocks of length - context_window. The inputs are the ids shifted right by
-one, with </s> first, so every id is predicted once. A block's input is preceded by up to
-context_window inputs of the blocks before it. Length 4 (. read, * scored):
-
-    context_window 0                 context_window 2              context_window 3
-    * * * *                          * *                           *
-            * * * *                  . . * *                       . *
-                    * *                  . . * *                   . . *
-                                             . . * *               . . . *
-                                                 . . * *             . . . *
-
-The blocks whose context reaches the start of the text are scored in one pass: to a causal model that
-is the same. All others but the last have one shape, and are scored `batch_tokens` at a time.
+The original cuts a text into blocks of length - context_window ids, and reads, before each block,
+up to context_window inputs of those before it. The inputs are the ids after a first </s>.
 """
-
-from __future__ import annotations
 
 import hashlib
 import io
@@ -37,8 +24,10 @@ from torch import Tensor
 from linbias._run.files import Record, check_writable, write_whole
 from linbias._run.folders import list_differences
 from linbias.lm.checkpoints import readable_model
-from linbias.lm.memory import PeakMemory, available_bytes
-from linbias.lm.windows import Window, check_tokens, equal_windows
+from linbias.lm.evaluation import computing
+from linbias.lm.memory import available_bytes
+from linbias.lm.windows import Window, check_tokens, equal_windows, rows_of
+from linbias.paper.blocks import block_order
 from linbias.paper.checkpoint import check_dictionary, load
 from linbias.paper.config import PaperConfig
 from linbias.paper.dictionary import check_words
@@ -50,16 +39,7 @@ _SECONDS_BETWEEN_WRITES = 30.0
 
 @dataclass(frozen=True)
 class Scores:
-    """What `score` measured.
-
-    Attributes:
-        log_probs: [N], float32: log p of each id in nats, in the order of the text.
-        length: Most inputs that a prediction reads.
-        context_window: Inputs among them that belong to the blocks before.
-        tokens_per_second: Ids scored per second; 0 where a resumed run was complete.
-        peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile.
-        split: "train", "valid" or "test"; None for other text.
-    """
+    """What `score` measured: log_probs are those of all ids in nats, in the order of the text."""
 
     log_probs: NDArray[np.float32]
     length: int
@@ -70,7 +50,6 @@ class Scores:
 
     @property
     def num_tokens(self) -> int:
-        """Ids that were scored: all."""
         return len(self.log_probs)
 
     @property
@@ -91,17 +70,13 @@ class Scores:
 
     @property
     def line(self) -> str:
-        """The line that the original prints, to its last digit.
-
-        The original adds up in float32, each block and then the blocks, in the order of its
-        batches: with a context window, that of the text; without one, the short last block first
-        and the others shuffled by seed 1. The fifth digit of the perplexity can depend on it.
+        """The line that the original prints, to its last digit: it adds up blocks in float32, in
+        the order of the text or, without a context window, of its batches of seed 1.
         """
         blocks = torch.from_numpy(self.log_probs).split(self.length - self.context_window)
         order = np.arange(len(blocks))
         if self.context_window == 0:
-            shuffled = np.random.RandomState(1).permutation(len(blocks))
-            order = np.lexsort((shuffled, np.array([len(block) for block in blocks])))
+            order = block_order(np.array([len(block) for block in blocks]), seed=1)
         total = torch.zeros(())
         for index in order:
             total = total + blocks[index].sum()
@@ -110,11 +85,8 @@ class Scores:
 
 
 def windows(num_ids: int, length: int, context_window: int = 0) -> Iterator[Window]:
-    """The windows that predict each of `num_ids` ids once, as drawn above.
-
-    Example:
-        >>> [tuple(window) for window in windows(7, length=4, context_window=2)]
-        [(0, 4, 4), (2, 6, 2), (4, 7, 1)]
+    """The windows that predict each id once: the first is of all blocks whose context reaches the
+    start of the text, which is the same to a causal model.
     """
     block = length - context_window
     stop = min(num_ids, block * (context_window // block + 1))
@@ -124,7 +96,6 @@ def windows(num_ids: int, length: int, context_window: int = 0) -> Iterator[Wind
         yield Window(scored - context_window, stop, stop - scored)
 
 
-@torch.inference_mode()
 def score(
     model: PaperForCausalLM,
     ids: NDArray[Any],
@@ -135,58 +106,36 @@ def score(
     resume: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Scores every id of a text, from its own block and context_window inputs before it.
-
-    Args:
-        model: On the CPU or a GPU, where it also computes.
-        ids: [N], integers, N >= 1: all lines of a split, one after another.
-        length: Inputs of a window, the block and its context; may be more than N.
-        context_window: 0 for blocks without overlap; length - 1 predicts every id from the
-            length - 1 inputs before its own.
-        batch_tokens: Inputs read in one forward pass (at least one window). resume: A file from
-        which a stopped run continues, written every half minute and at the end. progress: Called
-        with (ids scored, N) after each batch.
-
-    Raises:
-        ValueError: An argument breaks a rule above, an id is beyond the vocabulary, a window does
-            not fit in memory, or `resume` is of other settings, another model or another text.
-
-    Example:
-        >>> config = PaperConfig(vocab_size=50, hidden_size=32, cutoffs=(10,), num_hidden_layers=2)
-        >>> ids = np.arange(20, 50)
-        >>> score(PaperForCausalLM(config), ids, length=8, context_window=4).log_probs.shape
-        (30,)
-
-    Source: Press, Smith and Lewis, ICLR 2022, section 2 and appendix B; `eval_lm` of its
-    repository.
+    """Scores every id of a text, from its own block and context_window inputs before it; `resume`
+    is a file, written every half minute, from which a stopped run continues.
     """
     ids = np.asarray(ids)
     _check(model, ids, length, context_window, batch_tokens)
-    log_probs = np.empty(len(ids), np.float32)
-    file = None
+    log_probs, num_read = np.empty(len(ids), np.float32), 0
     if resume is not None:
-        file = _ScoresFile(Path(resume), _settings(model, ids, length, context_window), log_probs)
-    num_read = num_done = file.read() if file else 0
-    was_training = model.training
-    model.eval()
-
-    start_time = time.perf_counter()
+        path, settings = Path(resume), _settings(model, ids, length, context_window)
+        earlier = _read_scores(path, settings)
+        num_read = len(earlier)
+        log_probs[:num_read] = earlier
+    num_done = num_read
+    missing = windows(len(ids), length, context_window)
+    missing = dropwhile(lambda window: window.stop <= num_read, missing)
+    start_time = last_write = time.perf_counter()
     try:
-        with PeakMemory(model.device) as memory:
-            missing = windows(len(ids), length, context_window)
-            missing = dropwhile(lambda window: window.stop <= num_read, missing)
+        with computing(model, device=None, precision=None, longest=length) as memory:
             for inputs, targets in _batches(model, ids, equal_windows(missing, batch_tokens)):
                 scored = model.log_probs(inputs, targets).flatten().float().cpu().numpy()
                 log_probs[num_done : num_done + len(scored)] = scored
                 num_done += len(scored)
-                if file and file.is_due():
-                    file.write(num_done)
+                is_due = time.perf_counter() - last_write > _SECONDS_BETWEEN_WRITES
+                if resume is not None and is_due:
+                    _write_scores(path, settings, log_probs[:num_done])
+                    last_write = time.perf_counter()
                 if progress is not None:
                     progress(num_done, len(ids))
     finally:
-        model.train(was_training)
-        if file and num_done > num_read:
-            file.write(num_done)
+        if resume is not None and num_done > num_read:
+            _write_scores(path, settings, log_probs[:num_done])
     seconds = time.perf_counter() - start_time
     return Scores(
         log_probs=log_probs,
@@ -200,11 +149,7 @@ def score(
 def load_for(
     path: str | Path, data: str | Path, *, position: str | None = None
 ) -> PaperForCausalLM:
-    """Loads a model to evaluate on a folder of data, and checks that both have the same words.
-
-    `path` and `position` are as for `load`; of a run that has not finished, the newest undamaged
-    checkpoint is read.
-    """
+    """Loads a model, or a run's newest checkpoint, with the same words as a folder of data."""
     path = readable_model("evaluate", path)
     model = load(path, position=position)
     if Path(path, "dict.txt").is_file():
@@ -220,11 +165,7 @@ def evaluate(
     length: int | None = None,
     **options: Any,
 ) -> Scores:
-    """Scores a split of a folder of data, on a GPU where there is one.
-
-    `length` is as for `score`, and None is the length that the model was trained with; `options`
-    are those of `score`.
-    """
+    """Scores a split of a folder of data, on a GPU where there is one; length None: as trained."""
     dictionary, ids = read_data(data, split)
     check_dictionary(dictionary, model.config, Path(data, "dict.txt"), "evaluate")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -236,13 +177,10 @@ def _batches(
     model: PaperForCausalLM, ids: NDArray[Any], batches: Iterable[list[Window]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of equal windows: inputs [rows, width], and targets [rows, keep] of their ends."""
-    numbers = np.concatenate([[model.config.eos_token_id], ids]).astype(np.int64)
-    stream = torch.from_numpy(numbers).to(model.device)
+    stream = np.concatenate([[model.config.eos_token_id], ids])
     for batch in batches:
-        first, last = batch[0], batch[-1]
-        inputs = stream[first.start : last.stop].unfold(0, first.width, first.keep)
-        targets = stream[first.stop - first.keep + 1 : last.stop + 1].view(-1, first.keep)
-        yield inputs, targets
+        rows = rows_of(stream, batch, model.device)
+        yield rows[:, :-1], rows[:, -batch[0].keep :]
 
 
 def _check(
@@ -270,11 +208,7 @@ def _check(
 
 
 def _pass_bytes(model: PaperForCausalLM, rows: int, width: int, keep: int) -> int:
-    """Roughly the highest memory of a forward pass over [rows, width], without the weights.
-
-    Measured on 16,384 tokens: 5 to 14 times hidden_size numbers per token, with intermediate_size 1
-    to 4 times hidden_size; on 3,000 tokens with "t5", 3 biases.
-    """
+    """Roughly the highest memory, as measured, of a pass over [rows, width] beside the weights."""
     config = model.config
     numbers = rows * width * (8 * config.hidden_size + 2 * config.intermediate_size)
     squares = config.num_attention_heads * width * width
@@ -305,38 +239,24 @@ def _settings(
     }
 
 
-class _ScoresFile:
-    """A file that keeps the scores of a run, with the settings that they were made with."""
+def _read_scores(path: Path, settings: Record) -> NDArray[np.float32]:
+    """The scores that an earlier session of the same run left, if any."""
+    check_writable(path.parent, "score")
+    if not path.exists():
+        return np.empty(0, np.float32)
+    try:
+        with path.open("rb") as file:
+            content = np.load(file, allow_pickle=False)
+            there, scores = json.loads(str(content["settings"])), content["log_probs"]
+    except (OSError, EOFError, ValueError, LookupError, zipfile.BadZipFile) as error:
+        raise ValueError(f"score: resume must be a file of scores, got {path}") from error
+    differences = list_differences(there, settings)
+    if differences:
+        raise ValueError(f"score: resume must be of this run, got {path} ({differences})")
+    return scores
 
-    def __init__(self, path: Path, settings: Record, log_probs: NDArray[np.float32]) -> None:
-        check_writable(path.parent, "score")
-        self.path, self.settings, self.log_probs = path, settings, log_probs
-        self.last_write = time.perf_counter()
 
-    def read(self) -> int:
-        """Copies the scores of an earlier session; returns how many there are."""
-        if not self.path.exists():
-            return 0
-        try:
-            with self.path.open("rb") as file:
-                content = np.load(file, allow_pickle=False)
-                there, done = json.loads(str(content["settings"])), content["log_probs"]
-        except (OSError, EOFError, ValueError, LookupError, zipfile.BadZipFile) as error:
-            raise ValueError(f"score: resume must be a file of scores, got {self.path}") from error
-        differences = list_differences(there, self.settings)
-        if differences:
-            raise ValueError(f"score: resume must be of this run, got {self.path} ({differences})")
-        self.log_probs[: len(done)] = done
-        return len(done)
-
-    def is_due(self) -> bool:
-        """Whether the last write was long enough ago."""
-        return time.perf_counter() - self.last_write > _SECONDS_BETWEEN_WRITES
-
-    def write(self, num_done: int) -> None:
-        """Keeps the first `num_done` scores."""
-        buffer = io.BytesIO()
-        settings = json.dumps(self.settings)
-        np.savez(buffer, settings=settings, log_probs=self.log_probs[:num_done])
-        write_whole(self.path, buffer.getvalue())
-        self.last_write = time.perf_counter()
+def _write_scores(path: Path, settings: Record, scores: NDArray[np.float32]) -> None:
+    buffer = io.BytesIO()
+    np.savez(buffer, settings=json.dumps(settings), log_probs=scores)
+    write_whole(path, buffer.getvalue())

@@ -1,13 +1,8 @@
-"""Lines of ids on disk, in the format of fairseq's memory-mapped data sets.
+"""Lines of ids on disk, in the format of fairseq's memory-mapped data sets, little-endian.
 
-    name.bin    the ids of all lines, one after another
-    name.idx    "MMIDIDX", version 1 (uint64), the code of the ids' dtype (uint8), how many lines (uint64),
-                the ids of each line (int32), and the byte in name.bin at which each begins (int64)
-
-All numbers are little-endian.
+name.bin has the ids of all lines. name.idx has a header, how many ids each line has (int32), and
+the byte in name.bin at which each begins (int64).
 """
-
-from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
@@ -28,24 +23,14 @@ _DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2", 9: "u4", 10: "u
 
 @dataclass(frozen=True)
 class StoredIds:
-    """The ids of a text, as files hold them.
-
-    Attributes:
-        sizes: [lines], int32, ids in each line.
-        tokens: [N], integers, the ids of all lines; mapped from disk and read where they are used.
-    """
+    """The ids of a text: how many each line has, and those of all lines, mapped from disk."""
 
     sizes: NDArray[np.int32]
     tokens: NDArray[Any]
 
 
 def ids_dtype(dictionary_size: int) -> np.dtype[Any]:
-    """How ids of a dictionary are stored: uint16 below 65,500 words, else uint32.
-
-    Example:
-        >>> ids_dtype(33_280), ids_dtype(267_744)
-        (dtype('uint16'), dtype('uint32'))
-    """
+    """How ids of a dictionary are stored: uint16 below 65,500 words, else uint32."""
     return np.dtype("<u2" if dictionary_size < 65_500 else "<u4")
 
 
@@ -55,20 +40,7 @@ def write_ids(
     chunks: Iterable[NDArray[Any]],
     dtype: DTypeLike = np.uint16,
 ) -> None:
-    """Writes prefix.bin and prefix.idx, of `sizes` ids in each line; both appear once complete.
-
-    `chunks` are integers [any number], together the ids of all lines; `sizes` is read after the
-    last of them. A `ValueError` says that `dtype` is none of the format's integers or too narrow
-    for an id, or that `sizes` and `chunks` disagree.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_ids(f"{folder}/valid", [1, 3], [np.array([2, 7, 5]), np.array([2])])
-        ...     ids = read_ids(f"{folder}/valid")
-        ...     ids.sizes.tolist(), ids.tokens.tolist()
-        ([1, 3], [2, 7, 5, 2])
-    """
+    """Writes prefix.bin and prefix.idx, whole or not; `sizes` is read after the last chunk."""
     stored = np.dtype(dtype).newbyteorder("<")
     code = next((code for code, name in _DTYPES.items() if np.dtype(f"<{name}") == stored), None)
     if code is None:
@@ -97,11 +69,7 @@ def write_ids(
 
 
 def read_ids(prefix: str | Path) -> StoredIds:
-    """Opens prefix.bin and prefix.idx.
-
-    A `ValueError` says which file is missing, of another format, or not of the length that the
-    number of lines (.idx) or their sizes (.bin) ask for.
-    """
+    """Opens prefix.bin and prefix.idx; a `ValueError` says which is missing or damaged."""
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):
         if not path.is_file():
@@ -120,10 +88,7 @@ def read_ids(prefix: str | Path) -> StoredIds:
 
 
 def read_data(folder: str | Path, split: str) -> tuple[Dictionary, StoredIds]:
-    """Opens a split of a folder that `prepare`, or the original, made.
-
-    A `ValueError` says which file is missing or damaged, or that an id is outside the dictionary.
-    """
+    """Opens a split of a folder that `prepare`, or the original, made."""
     if not Path(folder, "dict.txt").is_file():
         raise ValueError(f"read_data: folder must hold dict.txt, got {str(folder)!r}")
     if not Path(folder, f"{split}.idx").is_file():

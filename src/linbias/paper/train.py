@@ -1,28 +1,16 @@
-"""Trains the paper's models on Transformers' Trainer, and survives being interrupted.
+"""Trains the paper's models, with recipe.json, log.jsonl and the best model so far in a folder.
 
-A run has a folder:
-
-    recipe.json        the settings; written first, compared when the run continues
-    log.jsonl          a line per logged step, with the columns that the original logs
-    checkpoints/       the Trainer's, while training
-    config.json, model.safetensors, dict.txt, ...    the best model so far, for `models.load`
-    metrics.json       written last: a run that has it is finished
-
-The batches are a pure function of the seed and the step, dropout is seeded anew for each step, and
-a checkpoint holds all else that the future depends on. A run that is killed at any moment and
-started again therefore ends with the very weights, bit for bit, of an unbroken one (same machine,
-same threads).
+Batches and dropout are pure functions of the seed and the step: a run that is killed at any moment
+and started again ends, on the same machine, with the very weights of an unbroken one.
 """
 
-from __future__ import annotations
-
-import math
 import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerState, set_seed
@@ -38,17 +26,13 @@ from linbias.paper.checkpoint import add_words
 from linbias.paper.config import PaperConfig
 from linbias.paper.model import PaperForCausalLM
 from linbias.paper.recipe import Recipe
-from linbias.paper.step import LogFile, PaperTrainer, SeedEachStep, perplexity
+from linbias.paper.step import LogFile, PaperTrainer, SeedEachStep, in_bits
 from linbias.paper.store import read_data
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperMetrics(TrainingMetrics):
-    """What a finished run measured, in bits per word.
-
-    `loss_base2` is in the last line of the log, `valid_loss_base2` the best validation's, if there
-    is one; `ppl` and `valid_ppl` are 2 to the power of these.
-    """
+    """What a finished run measured: its last loss in bits, and that of the best validation."""
 
     loss_base2: float
     ppl: float
@@ -66,58 +50,16 @@ def train(
     progress: bool = True,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> PaperMetrics:
-    """Trains a model, continues a run that was interrupted, or returns one that is finished.
-
-    Blocks, batches and their order, optimizer, schedule, clipping and the logged numbers are those
-    of the paper's code. Sets the global random seeds. Under torchrun every process calls this, and
-    any number of processes that divides `batches_per_step` (times `context_parallel`) trains the
-    same model.
-
-    Args:
-        data: Folder of dict.txt, train.bin, train.idx and, unless `validate_steps` is 0, valid.bin
-            and valid.idx: made by `linbias paper prepare` or by the original.
-        output: Folder of the run: new, empty, or of the very same run.
-        recipe: What to train and for how long.
-        fit: Leave out the cutoffs of the recipe that lie beyond the words of the data, and warn.
-        progress: Show a progress bar on standard error.
-        callbacks: Further Transformers callbacks.
-
-    Returns:
-        What the run measured, as metrics.json keeps it. `output` then has the model of the least
-        validation loss, or the last one where there is no validation, ready for
-        `linbias.models.load`.
-
-    Raises:
-        ValueError: The folder cannot be written, is in use or belongs to another run; the data is
-            damaged; the recipe does not fit the dictionary, the number of processes or this
-            machine; the loss ceases to be a finite number.
-        OSError: A file could not be written (disk full). The last complete checkpoint is intact,
-            and the same call continues from there.
-
-    Example:
-        >>> from linbias.paper.prepare import prepare
-        >>> model = {"hidden_size": 32, "num_hidden_layers": 1, "cutoffs": []}
-        >>> batches = dict(length=4, max_tokens=8, batches_per_step=1)
-        >>> run = dict(steps=3, warmup_steps=1, precision="fp32", validate_steps=0)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = Path(folder, "text").write_text("the cat sat on the mat\\n" * 3)
-        ...     made = prepare({"train": Path(folder, "text")}, f"{folder}/data")
-        ...     recipe = Recipe(model=model, **batches, **run)
-        ...     train(made.folder, f"{folder}/run", recipe, progress=False).tokens
-        21
+    """Trains a model, continues a run that was interrupted, or returns one that is finished;
+    `fit` leaves out, with a warning, the recipe's cutoffs beyond the words of the data.
     """
-    metrics: PaperMetrics = PaperRun(recipe, Path(data), Path(output), fit).finish(
-        progress, callbacks
-    )
+    run = PaperRun(recipe, Path(data), Path(output), fit)
+    metrics: PaperMetrics = run.finish(progress, callbacks)
     return metrics
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Refuses what cannot be trained here whatever the data, before data is prepared.
-
-    Raises:
-        ValueError: As `train`.
-    """
+    """Refuses what cannot be trained here whatever the data, before data is prepared."""
     uses_cpu(recipe.device, recipe.precision)
     _config(recipe, MAXIMA["vocab_size"])
 
@@ -141,10 +83,7 @@ def _config(recipe: Recipe, vocab_size: int) -> PaperConfig:
     if unknown:
         raise ValueError(f"train: model must be made of PaperConfig's fields, got {unknown}")
     return PaperConfig(
-        **recipe.model,
-        vocab_size=vocab_size,
-        position=recipe.position,
-        train_length=recipe.length,
+        **recipe.model, vocab_size=vocab_size, position=recipe.position, train_length=recipe.length
     )
 
 
@@ -166,7 +105,10 @@ class PaperRun(Run):
         self.config = _config(self.settings, len(self.dictionary))
         self.steps = recipe.steps
         self._check_processes()
-        self.batches = self._training_batches()
+        ids = self.splits["train"].tokens
+        numbers = (len(ids), recipe.length, recipe.max_tokens, recipe.seed)
+        order = partial(batch_order, *numbers, multiple=recipe.rows_multiple)
+        self.batches = self._batches(ids, order, recipe.batches_per_step, recipe.steps)
         self.tokens_per_step = len(self.batches.ids) // self.batches.steps_per_pass
 
     def _check_processes(self) -> None:
@@ -225,35 +167,17 @@ class PaperRun(Run):
             callbacks=callbacks,
         )
 
-    def _training_batches(self) -> Batches:
-        recipe, ids = self.settings, self.splits["train"].tokens
-        numbers = (len(ids), recipe.length, recipe.max_tokens, recipe.seed)
-        order = partial(batch_order, *numbers, multiple=recipe.rows_multiple)
-        return Batches(
-            ids,
-            recipe.length,
-            order,
-            per_step=recipe.batches_per_step,
-            steps=recipe.steps,
-            pieces=recipe.context_parallel,
-        )
-
     def _validation_batches(self) -> Batches:
-        """One pass in the order of the text.
-
-        Each process, or each group that shares it, scores one batch of every "step".
-        """
+        """One pass in the order of the text; all who read score one batch of every "step"."""
         recipe, ids = self.settings, self.splits["valid"].tokens
         numbers = range(len(blocks(len(ids), recipe.length)))
         rows = recipe.max_tokens // recipe.length
         order = [list(numbers[first : first + rows]) for first in numbers[::rows]]
-        return Batches(
-            ids,
-            recipe.length,
-            lambda _: order,
-            per_step=self.sharing.of,
-            pieces=recipe.context_parallel,
-        )
+        return self._batches(ids, lambda _: order, self.sharing.of)
+
+    def _batches(self, ids: Any, order: Any, per_step: int, steps: int | None = None) -> Batches:
+        length, pieces = self.settings.length, self.settings.context_parallel
+        return Batches(ids, length, order, per_step=per_step, steps=steps, pieces=pieces)
 
     def publish_last(self, trainer: Trainer) -> None:
         if "valid" not in self.splits:  # with validation, the best model is saved already
@@ -265,11 +189,9 @@ class PaperRun(Run):
     def losses(self, state: TrainerState) -> Record:
         """The last training loss, and the best validation loss and when it was."""
         logs = state.log_history
-        trained = [log["loss"] for log in logs if "loss" in log][-1] / math.log(2)
-        losses = {"loss_base2": trained, "ppl": perplexity(trained)}
+        losses = in_bits([log["loss"] for log in logs if "loss" in log][-1])
         validated = [(log["eval_loss"], log["step"]) for log in logs if "eval_loss" in log]
         if validated:
             best, step = min(validated)
-            best /= math.log(2)
-            losses |= {"valid_loss_base2": best, "valid_ppl": perplexity(best), "best_step": step}
+            losses |= {**in_bits(best, "valid_"), "best_step": step}
         return losses

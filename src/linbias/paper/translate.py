@@ -1,7 +1,7 @@
-"""A command of the paper's code as one of ours.
+"""A command of the paper's code, in either dialect of fairseq, as one of ours.
 
-The original's commands are fairseq's, in two dialects: until August 2021 `--max-lr` is the peak of the schedule and `--lr`
-its floor, later `--lr` is the peak and `--min-lr` the floor. What a command leaves out has fairseq's default.
+Until August 2021 `--max-lr` is the peak of the schedule and `--lr` its floor, later `--lr` is the
+peak and `--min-lr` the floor. What a command leaves out has fairseq's default.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from linbias.paper.recipe import OPTIONS, PRESETS, RATES, SIZES, Recipe
@@ -36,7 +36,7 @@ _MODEL = {
     "activation_dropout": "activation_dropout",
     "cutoffs": "adaptive_softmax_cutoff",
 }
-# Flags that have one value here; all but the last must be given, since fairseq's default is another.
+# Flags that have one value here; fairseq's default is another of all but the last.
 _FIXED = {
     "--task": "language_modeling",
     "--arch": "transformer_lm_wiki103",
@@ -46,17 +46,19 @@ _FIXED = {
     "--sample-break-mode": "none",
 }
 _ALIASES = {"--max-sentences": "--batch-size", "-a": "--arch"}
-# These flags, the first of which have no value, say how the original computes, stores and prints, or what its
-# architecture has anyway.
-_SWITCHES_WITHOUT_EFFECT = tuple(
+# Flags about how the original computes, stores and prints, or what its architecture has anyway.
+_IDLE_SWITCHES = (
     "--skip-invalid-size-inputs-valid-test --no-epoch-checkpoints --no-progress-bar "
-    "--adaptive-input --tie-adaptive-weights --tie-adaptive-proj --no-decoder-final-norm".split()
+    "--adaptive-input --tie-adaptive-weights --tie-adaptive-proj --no-decoder-final-norm"
+).split()
+_IDLE = (
+    *_IDLE_SWITCHES,
+    *("--ddp-backend", "--log-format", "--num-workers", "--fp16-init-scale"),
+    "--adaptive-input-cutoff",
 )
-_SETTINGS = "--ddp-backend --log-format --num-workers --fp16-init-scale --adaptive-input-cutoff"
-_WITHOUT_EFFECT = (*_SWITCHES_WITHOUT_EFFECT, *_SETTINGS.split())
-_SWITCHES = "--fp16 --bf16 --only-source --disable-validation --cpu".split()
-_SWITCHES += _SWITCHES_WITHOUT_EFFECT
-# By which flags a script is recognised whose name is missing: it needs all of the first, and one of the others.
+# Flags without a value.
+_SWITCHES = [*"--fp16 --bf16 --only-source --disable-validation --cpu".split(), *_IDLE_SWITCHES]
+# What a script without a name is recognised by: all of the first flags, and one of the others.
 _FLAGS_OF = {
     "preprocess.py": ((), ("--only-source", "--trainpref", "--destdir")),
     "train.py": (("--task", "--arch"), ("--save-dir",)),
@@ -71,8 +73,8 @@ class Translation:
     """Our command for one of the original: its words, what was assumed, and what is left out."""
 
     words: list[str]
-    notes: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
+    notes: list[str]
+    unknown: list[str]
 
     @property
     def command(self) -> str:
@@ -82,50 +84,29 @@ class Translation:
 
 
 def translate(command: str) -> Translation:
-    """Translate a command of fairseq as the paper's README has it: preprocess, train or eval-lm.
-
-    Line ends after a backslash are allowed. Shell variables that the command itself sets (`l=1024;
-    ... $l ... $((l-1))`) are filled in. Copies of the README that lost the name of the script
-    (`python --only-source --trainpref ...`) are recognised by their flags, and a note says so.
-
-    Raises:
-        ValueError: It is no command of these, names no script and has flags of none or of several,
-            or lacks what ours needs.
-
-    Example:
-        >>> words = "fairseq-eval-lm data --path best.pt --gen-subset valid --nbest 4"
-        >>> ours = translate(f"l=512; {words} --tokens-per-sample $l")
-        >>> ours.command
-        'linbias paper evaluate best.pt data --split valid --length 512'
-        >>> ours.unknown
-        ['--nbest 4']
-
-    Source: README of the paper's repository; the defaults are those of its code.
-    """
+    """Translate a command of the paper's README, or of a copy that lost the script's name."""
     line = _fill_variables(command.replace("\\\n", " "))
     try:
         words = shlex.split(line)
     except ValueError as error:
         raise ValueError(f"translate: command must be a line for the shell, got {error}") from None
-    for index, word in enumerate(words):
-        if (name := word.rpartition("/")[2]) in _PROGRAMS:
-            return _translation(name, _Given(words[:index], words[index + 1 :]))
-    if (start := _start_of_words(words)) is not None:
+    called = [word.rpartition("/")[2] for word in words]
+    named = next((index for index, name in enumerate(called) if name in _PROGRAMS), None)
+    if named is not None:
+        name, given = called[named], _Given(words[:named], words[named + 1 :])
+    elif (start := _start_of_words(words)) is not None:
         given = _Given(words[:start], words[start:])
-        return _translation(_script_meant(given, command), given)
-    known = ", ".join(_PROGRAMS)
-    raise ValueError(f"translate: command must call one of {known}, got {command!r}")
-
-
-def _translation(name: str, given: _Given) -> Translation:
-    program, without_effect = _PROGRAMS[name]
+        name = _script_meant(given, command)
+    else:
+        known = ", ".join(_PROGRAMS)
+        raise ValueError(f"translate: command must call one of {known}, got {command!r}")
+    program, idle = _PROGRAMS[name]
     words = ["linbias", "paper", *program(given)]
-    unknown = given.unknown + given.rest(without_effect)
-    return Translation(words=words, notes=given.notes, unknown=unknown)
+    return Translation(words=words, notes=given.notes, unknown=given.unknown + given.rest(idle))
 
 
 def _start_of_words(words: list[str]) -> int | None:
-    """Where the words of a command begin whose script is not named; None where another program or script is."""
+    """Where the words begin of a command that names no script; None where it names another."""
     for index, word in enumerate(words):
         if re.fullmatch(r"python[\d.]*", word.rpartition("/")[2]):
             first = words[index + 1] if index + 1 < len(words) else "-"
@@ -162,7 +143,7 @@ def _script_meant(given: _Given, command: str) -> str:
 
 
 def _fill_variables(line: str) -> str:
-    """Fill in `$name`, `${name}` and `$((name - 1))` for variables that the line sets to whole numbers."""
+    """Fill in `$x`, `${x}` and `$((x - 1))` for variables that the line sets to whole numbers."""
     values = {name: int(n) for name, n in re.findall(r"\b(\w+)=(\d+)\s*(?:;|&&)", line)}
     line = re.sub(r"\b\w+=\d+\s*(?:;|&&)", "", line)
 
@@ -176,7 +157,7 @@ def _fill_variables(line: str) -> str:
 
 
 class _Given:
-    """The words before and after the program: flags with their values, and others; what is taken is translated."""
+    """The words around the program: flags with values, and others; what is taken is translated."""
 
     def __init__(self, before: list[str], after: list[str]) -> None:
         self.before = before
@@ -184,7 +165,7 @@ class _Given:
         self.others: list[str] = []
         self.notes: list[str] = []
         self.unknown: list[str] = []
-        words = [part for word in after for part in _parts(word)]
+        words = [p for w in after for p in (w.split("=", 1) if w.startswith("--") else [w])]
         while words:
             name = _ALIASES.get(words[0], words[0])
             del words[0]
@@ -200,10 +181,10 @@ class _Given:
         if name not in self.flags:
             return default
         value = self.flags.pop(name)
+        if value is None:
+            return True
         try:
-            return (
-                True if value is None else str(value) if default is None else type(default)(value)
-            )
+            return value if default is None else type(default)(value)
         except ValueError:
             raise ValueError(f"translate: {name} must be a number, got {value!r}") from None
 
@@ -225,15 +206,10 @@ class _Given:
         elif value not in (None, only, only.replace("_lm_", "_lm_baevski_")):
             self.unknown.append(f"{name} {value}: here it is {only}")
 
-    def rest(self, without_effect: tuple[str, ...]) -> list[str]:
+    def rest(self, idle: tuple[str, ...]) -> list[str]:
         """The words that nothing took."""
-        flags = {name: value for name, value in self.flags.items() if name not in without_effect}
+        flags = {name: value for name, value in self.flags.items() if name not in idle}
         return [*(n if v is None else f"{n} {v}" for n, v in flags.items()), *self.others]
-
-
-def _parts(word: str) -> tuple[str, ...]:
-    name, equals, value = word.partition("=")
-    return (name, value) if equals and name.startswith("--") else (word,)
 
 
 def _prepare(given: _Given) -> list[str]:
@@ -248,7 +224,8 @@ def _evaluate(given: _Given) -> list[str]:
         raise ValueError("translate: command must have --path, the model")
     if path.endswith("/"):
         given.notes.append(
-            f"--path {path} is a folder; the original reads a file, such as {path}checkpoint_best.pt"
+            f"--path {path} is a folder; the original reads a file, "
+            f"such as {path}checkpoint_best.pt"
         )
     given.take_fixed("--sample-break-mode", needed=False)
     return ["evaluate", path, given.take_data(), *given.take_all(_EVALUATE)]
@@ -308,29 +285,29 @@ def _recipe(given: _Given) -> Recipe:
     halves = given.take("--bf16")
     fields["precision"] = "fp16" if fields["precision"] is True else "bf16" if halves else "fp32"
     fields["batches_per_step"] *= _num_gpus(given)
-    fields["validate_steps"] = (
-        0 if given.take("--disable-validation") else fields["validate_steps"] or None
-    )
+    is_blind = given.take("--disable-validation")
+    fields["validate_steps"] = 0 if is_blind else fields["validate_steps"] or None
     fields["save_steps"] = fields["save_steps"] or 10 * fields["log_steps"]
     return Recipe(**fields)
 
 
 def _num_gpus(given: _Given) -> int:
-    """As many as the command says, by a flag or in its environment, or 8."""
+    """As many as a flag or the environment says, or 8."""
     said: int = given.take("--distributed-world-size", 0)
     for word in given.before:
         if word.startswith("CUDA_VISIBLE_DEVICES="):
             said = said or len(word.partition("=")[2].split(","))
     if not said:
+        said = 8
         given.notes.append(
             "8 GPUs are assumed, as the paper had; --distributed-world-size says others"
         )
-    return said or 8
+    return said
 
 
 # By the program's name: how its words are translated, and which of its flags change nothing here.
 _PROGRAMS: dict[str, tuple[Callable[[_Given], list[str]], tuple[str, ...]]] = {
-    **dict.fromkeys(("fairseq-train", "train.py"), (_train, _WITHOUT_EFFECT)),
-    **dict.fromkeys(("fairseq-eval-lm", "eval_lm.py"), (_evaluate, _SIZES + _WITHOUT_EFFECT)),
+    **dict.fromkeys(("fairseq-train", "train.py"), (_train, _IDLE)),
+    **dict.fromkeys(("fairseq-eval-lm", "eval_lm.py"), (_evaluate, _SIZES + _IDLE)),
     **dict.fromkeys(("fairseq-preprocess", "preprocess.py"), (_prepare, ())),
 }

@@ -1,6 +1,4 @@
-"""The dictionary of a paper model as a tokenizer of Transformers: one file that `AutoTokenizer` reads."""
-
-from __future__ import annotations
+"""The dictionary of a paper model as a tokenizer of Transformers."""
 
 import json
 from pathlib import Path
@@ -12,12 +10,7 @@ from linbias.paper.dictionary import Dictionary
 
 
 def save_word_tokenizer(words: Dictionary, folder: str | Path) -> None:
-    """Writes tokenizer.json and the tokenizer_config.json that AutoTokenizer needs.
-
-    The tokenizer splits and numbers as `Dictionary.encode_line` does: white space parts words, a
-    word that is not in the dictionary becomes <unk>, and the end of a line becomes </s>. Decoding
-    writes a line end for it, unless special tokens are to be skipped.
-    """
+    """Writes the two files that `AutoTokenizer` reads, of a tokenizer like `encode_line`."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": words.symbols[words.BOS],
@@ -41,7 +34,7 @@ def _backend(words: Dictionary) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Split(regex(r"[\s\x1c-\x1f]+"), "removed")
     backend.decoder = decoders.Sequence(
         [
-            # It puts spaces between words. No word has the prefix, which would join it to the one before.
+            # It puts spaces between words. No word has the prefix, which would join it.
             decoders.WordPiece(prefix="\n", cleanup=False),
             decoders.Replace(regex(f"^ ?{end}$"), "\n"),
         ]
