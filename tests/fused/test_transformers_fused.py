@@ -539,7 +539,7 @@ def test_refused_models() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["MPTModel", "BaichuanModel", "BTLMModel", "RWModel", "JinaBertModel"]
+    "body", ["MPTModel", "BaichuanModel", "JAISModel", "RWModel", "JinaBertModel"]
 )
 def test_classes_of_remote_code_are_refused_with_what_to_do(body: str) -> None:
     model = torch.nn.Module()

@@ -27,7 +27,7 @@ from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 from linbias.models import load
 from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
 from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
-from linbias.models.decoder.jais import BtlmConfig, BtlmForCausalLM, JaisConfig, JaisForCausalLM
+from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
 from linbias.models.decoder.linbias import LinbiasForCausalLM
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
 from linbias.models.encoders import original
@@ -307,7 +307,6 @@ SUBJECTS: dict[str, tuple[tuple[type[PreTrainedConfig], ...], Callable[[], Any],
         BAICHUAN | TOKENS,
     ),
     "jais": ((JaisConfig,), lambda: JaisForCausalLM(JaisConfig(**OF_JAIS)), JAIS | TOKENS),
-    "btlm": ((BtlmConfig,), lambda: BtlmForCausalLM(BtlmConfig(**OF_JAIS)), JAIS | TOKENS),
     "linbias": ((LinbiasConfig,), lambda: LinbiasForCausalLM(LinbiasConfig(**SIZES)), NATIVE),
     "linbias-seq2seq": (
         (LinbiasSeq2SeqConfig,),

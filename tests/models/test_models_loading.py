@@ -88,6 +88,7 @@ def test_a_room_that_is_gone_takes_its_family_along(monkeypatch: pytest.MonkeyPa
     "settings",
     [
         {"model_type": "mystery"},
+        {"model_type": "btlm"},
         {"model_type": "t5"},
         {"model_type": ["a"]},
         {"model_type": "bert"},

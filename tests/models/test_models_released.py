@@ -1,4 +1,4 @@
-"""Decoders that run without the code of their folders, Baichuan, JAIS and BTLM, against plain restatements of them.
+"""Decoders that run without the code of their folders, Baichuan and JAIS, against plain restatements of them.
 
 The golden data of Baichuan's own code is read in `test_transformers_fused.py`, with that of other families. That of JAIS
 are logits of llama.cpp (llama-cpp-python 0.3.36, a GGUF file of the weights beside them, float32).
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import linbias
 from linbias.models import load
 from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
-from linbias.models.decoder.jais import BtlmConfig, BtlmForCausalLM, JaisConfig, JaisForCausalLM
+from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
 from small_models import GREEDY
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -173,7 +173,7 @@ def test_jais_gives_the_logits_of_llama_cpp() -> None:
     torch.testing.assert_close(model.eval()(ids[None]).logits[0], expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("make", [BaichuanForCausalLM, JaisForCausalLM, BtlmForCausalLM])
+@pytest.mark.parametrize("make", [BaichuanForCausalLM, JaisForCausalLM])
 @torch.no_grad()
 def test_original_folders_load_by_their_model_type(make: Any, tmp_path: Path) -> None:
     """Names of the original, buffers of the causal mask among them, and no copy of tied output weights."""
@@ -219,7 +219,7 @@ def test_what_configurations_mean_without_saying_it() -> None:
         (JaisConfig, {"position_embedding_type": "learned"}, r"one of \('alibi',\), got 'learn"),
         (JaisConfig, {"n_embd": 50}, r"n_embd must be a multiple of 6 heads, got 50"),
         (JaisConfig, {"alibi_scaling": {"factor": 0}}, r"must be None or a mapping with a pos"),
-        (BtlmConfig, {"alibi_scaling": {"type": "cubic", "factor": 2}}, r"None or a mapping with"),
+        (JaisConfig, {"alibi_scaling": {"type": "cubic", "factor": 2}}, r"None or a mapping with"),
         (JaisConfig, {"reorder_and_upcast_attn": True}, r"and_upcast_attn must be False, got T"),
         (JaisConfig, {"activation_function": "exec"}, r"must be 'swiglu' or the name"),
         (BaichuanConfig, {"max_position_embeddings": 4096}, r"absent: the models .* got 4096"),

@@ -142,7 +142,6 @@ def families() -> tuple[Family, ...]:
             {"causal": baichuan.BaichuanForCausalLM, "base": baichuan.BaichuanModel},
         ),
         own_family(jais.JaisConfig, {"causal": jais.JaisForCausalLM, "base": jais.JaisModel}),
-        own_family(jais.BtlmConfig, {"causal": jais.BtlmForCausalLM, "base": jais.BtlmModel}),
         _of_transformers("bloom", "Bloom"),
         _of_transformers("falcon", "Falcon"),
         Family(
@@ -163,7 +162,7 @@ def install() -> None:
     """Make the families known to Transformers, for the whole process; more calls change nothing.
 
     Then its Auto classes, and what is built on them (pipelines, sentence_transformers), load the
-    models that linbias makes and those of Baichuan, JAIS and BTLM; and `from_pretrained(...,
+    models that linbias makes and those of Baichuan and JAIS; and `from_pretrained(...,
     attn_implementation="linbias")` gives BLOOM, Falcon and MPT fused, with default options. `load`
     needs none of this.
 

@@ -59,7 +59,7 @@ def load(
 ) -> PreTrainedModel:
     """Load a model with ALiBi of any family, ready to evaluate: it runs on `linbias.torch.attention`.
 
-    The families: what linbias trains and the paper's model; BLOOM, Falcon with `alibi=True`, MPT, Baichuan, JAIS, BTLM;
+    The families: what linbias trains and the paper's model; BLOOM, Falcon with `alibi=True`, MPT, Baichuan, JAIS;
     jina-embeddings-v2, MosaicBERT, DNABERT-2. No code that lies beside weights is run. Causal models of Transformers without
     ALiBi (GPT-2) are loaded too, to compare with, on Transformers' own attention.
 

@@ -1,7 +1,6 @@
-"""JAIS and BTLM: GPT-2 with ALiBi, a gated feed-forward part and the scales of muP, without the code of their folders.
+"""JAIS: GPT-2 with ALiBi, a gated feed-forward part and the scales of muP, without the code of its folders.
 
-Written from what is public about them: configurations, names of weights, what other libraries compute. There was no
-original code to run and compare with. Modules are named as the original names its weights, and the slopes are those
+Written from what is public: configurations, names of weights, and the logits of llama.cpp. Modules are named as the original names its weights, and the slopes are those
 that lie among the weights.
 """
 
@@ -101,12 +100,6 @@ class JaisConfig(fields.CheckedConfig):
                     f"{type(self).__name__}: {name} must be {value}, got {kwargs[name]!r}"
                 )
         super().__post_init__(**kwargs)
-
-
-class BtlmConfig(JaisConfig):
-    """Describe a BTLM model: as `JaisConfig`."""
-
-    model_type = "btlm"
 
 
 _NOT_BUILT = {
@@ -298,15 +291,3 @@ class JaisForCausalLM(JaisPreTrainedModel, GenerationMixin):
         factor = config.mup_output_alpha * config.mup_width_scale
         self.lm_head = ScaledLinear(config.n_embd, config.vocab_size, factor)
         self.post_init()
-
-
-class BtlmModel(JaisModel):
-    """As `JaisModel`."""
-
-    config_class = BtlmConfig
-
-
-class BtlmForCausalLM(JaisForCausalLM):
-    """As `JaisForCausalLM`."""
-
-    config_class = BtlmConfig

@@ -267,7 +267,7 @@ def _bodies(model: nn.Module, caller: str) -> list[tuple[Any, Family]]:
 
 
 # By the name of a class that is not Transformers': what its owner can do instead.
-_OTHERS = ("MPTModel", "RWModel", "BaichuanModel", "JAISModel", "BTLMModel", "JinaBertModel")
+_OTHERS = ("MPTModel", "RWModel", "BaichuanModel", "JAISModel", "JinaBertModel")
 _LOAD = "loads the folder without the code that lies in it, and runs fused"
 _INSTEAD = {
     **dict.fromkeys(_OTHERS, f"linbias.models.load(folder) {_LOAD}"),
