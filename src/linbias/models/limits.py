@@ -45,7 +45,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 @contextmanager
 def able_to_read(model: PreTrainedModel, length: int) -> Iterator[None]:
-    """Let a model, MPT's table too, read inputs of some length, or say that it cannot."""
+    """Let a model read inputs of some length within the block, or say that it cannot."""
     config = model.config.get_text_config()
     stated = stated_length(config)
     with _widened(config, length):
@@ -65,6 +65,7 @@ def able_to_read(model: PreTrainedModel, length: int) -> Iterator[None]:
 
 @contextmanager
 def _widened(config: PreTrainedConfig, length: int) -> Iterator[None]:
+    """MPT makes its bias anew in every forward pass, as a table of `max_seq_len` distances."""
     if config.model_type != "mpt":
         yield
         return

@@ -139,7 +139,7 @@ class GrowingLayer(DynamicLayer):
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None
     ) -> Tensor | None:
-        """Append a few tokens, none of them padding, and attend in one step; None where not."""
+        """Append a few tokens without padding and attend in one step; None where it cannot."""
         old, T = self.get_seq_length(), k.shape[2]
         self._forget_if_replaced()
         if self._bound is None or self._num_bounded != old or k.shape[0] != len(self._bound):
@@ -156,7 +156,7 @@ class GrowingLayer(DynamicLayer):
         return out
 
     def key_bound(self) -> Tensor | None:
-        """Return [B, G], at least the norm of every key; changes that PyTorch counts are seen."""
+        """Return [B, G], at least the norm of every key; None while there is no key."""
         if not self.get_seq_length():
             return None
         self._forget_if_replaced()

@@ -35,7 +35,7 @@ class Ledger:
         return radius.nan_to_num_(math.inf, math.inf)
 
     def growth(self, radius: Tensor, behind: Tensor, heads: Tensor, columns: slice) -> Tensor:
-        """[B, sharing, J, n]: the logarithms of what keys add to sums that are of `behind`."""
+        """[B, sharing, J, n]: the logarithms of what keys, so far behind, add to columns."""
         slopes = self.slopes.view(-1, self.sharing)[heads].T  # [sharing, n]
         grid = self.grid[columns, None]
         grown = grid * radius[:, None, None] - (slopes * behind)[:, None]
