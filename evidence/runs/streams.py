@@ -45,7 +45,8 @@ from linbias.models.loading import load  # noqa: E402
 from linbias.models.window_cache.cache import WindowCache  # noqa: E402
 from linbias.models.window_cache.certificate import Settings  # noqa: E402
 from linbias.models.window_cache.layer import WindowLayer  # noqa: E402
-from linbias.models.window_cache.reach import _Questions, reach_of_weights  # noqa: E402
+from linbias.models.window_cache.questions import Questions  # noqa: E402
+from linbias.models.window_cache.reach import heads_of_layer, reach_of_weights  # noqa: E402
 from markers import fill  # noqa: E402
 from test_streams import worst_input  # noqa: E402
 
@@ -58,9 +59,9 @@ def windows(model: Any, ids: Tensor) -> Record:
     start = time.perf_counter()
     found = reach_of_weights(model)
     seconds, kept = time.perf_counter() - start, found.of_heads(TOLERANCE)
-    asked, shares = _Questions(model), []
+    asked, shares = Questions(model), []
     for index in range(1, asked.num_layers):  # the first is asked about every pair of tokens
-        layer = asked.layer(index)
+        layer = heads_of_layer(asked, index)
         sharing = len(layer.F) // len(layer.G)
         for head, (F, f) in enumerate(zip(layer.F, layer.f, strict=True)):
             G = layer.G[head // sharing]

@@ -1,4 +1,4 @@
-"""`load`, the one door to models: what it says where nothing can be loaded; and what imports leave alone."""
+"""`load`: what it says where nothing can be loaded; and what imports leave alone."""
 
 import json
 import os
@@ -19,11 +19,18 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from linbias.models import LinbiasBertConfig, LinbiasForCausalLM, families, load, loading
+from linbias.models import LinbiasBertConfig, LinbiasForCausalLM, families, files, load
 from linbias.models.loading import Files
-from small_models import assert_same, build, tokens
+from small_models import assert_same, build, tokens, write_folder
 
 pytestmark = pytest.mark.usefixtures("same_start")
+
+SIZES = {"vocab_size": 61, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(**SIZES, n_embd=16, n_positions=32))
+
 
 SNAPSHOT = """
 import importlib, pkgutil, sys
@@ -50,30 +57,29 @@ def snapshot():
         if hasattr(value, "_extra_content"):
             found["extra", key] = repr(value._extra_content)
     found["configurations"] = repr(configuration_auto.CONFIG_MAPPING._extra_content)
-    for name, kind in (("attention", modeling_utils.AttentionInterface), ("mask", masking_utils.AttentionMaskInterface)):
-        found[name] = repr(kind._global_mapping)
+    for kind in (modeling_utils.AttentionInterface, masking_utils.AttentionMaskInterface):
+        found[str(kind)] = repr(kind._global_mapping)
     return found
 
 before = snapshot()
 import linbias
 for module in pkgutil.walk_packages(linbias.__path__, "linbias."):
-    if module.name not in ("linbias.transformers", "linbias.__main__") and "triton" not in module.name:
+    if module.name != "linbias.__main__" and "triton" not in module.name:
         importlib.import_module(module.name)
 after = snapshot()
 caches = ("_abc_impl", "__abstractmethods__", "__annotations_cache__", "__signature__", "__doc__")
 changed = [key for key in before if before[key] != after.get(key) and key[-1] not in caches]
-print(len(before) > 10_000, "linbias.models.loading" in sys.modules, "linbias.lm.training" in sys.modules, changed)
+loaded = [name in sys.modules for name in ("linbias.models.loading", "linbias.lm.training")]
+print(len(before) > 10_000, *loaded, changed)
 """
 
 
 @pytest.mark.processes
 def test_imports_leave_transformers_as_it_was() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SNAPSHOT], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.splitlines()[-1:] == ["True True True []"], (
-        done.stdout[-2000:] + done.stderr
-    )
+    command = [sys.executable, "-c", SNAPSHOT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stdout[-2000:] + done.stderr
+    assert done.stdout.splitlines()[-1:] == ["True True True []"], said
 
 
 def test_a_room_that_is_gone_takes_its_family_along(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,21 +90,11 @@ def test_a_room_that_is_gone_takes_its_family_along(monkeypatch: pytest.MonkeyPa
     assert [family.name for family in left] == [x for x in names if x != "linbias-paper"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"model_type": "mystery"},
-        {"model_type": "t5"},
-        {"model_type": ["a"]},
-        {"model_type": "bert"},
-    ],
-)
-def test_an_unknown_family_names_those_that_there_are(settings: Any, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"load: .* family that is known \(linbias, .*bloom, .*MosaicBERT"
-    ):
+@pytest.mark.parametrize("kind", ["mystery", "btlm", "t5", ["a"], "bert"])
+def test_an_unknown_family_names_those_that_there_are(kind: Any, tmp_path: Path) -> None:
+    write_folder(tmp_path, {"model_type": kind}, {"a": torch.ones(1)})
+    known = r"load: .* family that is known \(linbias, .*bloom, .*MosaicBERT"
+    with pytest.raises(ValueError, match=known):
         load(tmp_path)
 
 
@@ -112,7 +108,7 @@ def test_weights_that_do_not_fit_are_said_at_once_and_together(
     weights["model.norm.bias"] = torch.ones(3)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     monkeypatch.setattr(LinbiasForCausalLM, "from_pretrained", None)
-    monkeypatch.setattr(loading, "load_file", None)
+    monkeypatch.setattr(files, "load_file", None)
     message = (
         r"load: '.*' must fit its config.json, but lacks model.norm.weight \(1 in all\); "
         r"has unknown weights: model.more.weight \(1 in all\); "
@@ -135,14 +131,11 @@ def test_a_sharded_folder_and_one_of_pickles_are_read(tmp_path: Path) -> None:
     first, *_, last = sorted((tmp_path / "parts").glob("*.safetensors"))
     name = min(load_file(first))
     save_file(load_file(last) | {name: load_file(first)[name] + 1}, last, {"format": "pt"})
-    with pytest.raises(
-        ValueError, match=rf"{name} must lie in one file, got another in {last.name}"
-    ):
+    twice = rf"{name} must lie in one file, got another in {last.name}"
+    with pytest.raises(ValueError, match=twice):
         load(tmp_path / "parts")
     last.unlink()
-    with pytest.raises(
-        ValueError, match=r"it has not all parts that model.safetensors.index.json"
-    ):
+    with pytest.raises(ValueError, match="it has not all parts that model"):
         load(tmp_path / "parts")
 
 
@@ -161,9 +154,7 @@ def test_a_sharded_folder_and_one_of_pickles_are_read(tmp_path: Path) -> None:
 def test_weights_that_are_no_numbers_are_refused_by_name(
     change: Any, message: str, tmp_path: Path
 ) -> None:
-    sizes = {"vocab_size": 61, "n_layer": 1, "n_head": 2}
-    plain = GPT2LMHeadModel(GPT2Config(**sizes, n_embd=16, n_positions=32))
-    for name, model in (("ln_f.weight", plain), ("model.norm.weight", build().float())):
+    for name, model in (("ln_f.weight", gpt2()), ("model.norm.weight", build().float())):
         model.save_pretrained(tmp_path)
         weights = load_file(tmp_path / "model.safetensors")
         (whole,) = (key for key in weights if key.endswith(name))
@@ -178,9 +169,7 @@ def test_a_model_has_the_type_of_most_numbers_and_no_old_buffers(tmp_path: Path)
     build().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights = {name: x.bfloat16() if x.ndim > 1 else x.float() for name, x in weights.items()}
-    weights["embeddings.position_ids"] = torch.arange(
-        9
-    )  # as older versions of Transformers saved it
+    weights["embeddings.position_ids"] = torch.arange(9)  # of older versions of Transformers
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert load(tmp_path).dtype == torch.bfloat16
 
@@ -198,11 +187,9 @@ def test_a_model_has_the_type_of_most_numbers_and_no_old_buffers(tmp_path: Path)
 def test_an_index_names_files_of_its_folder_alone(
     entry: Any, message: str, tmp_path: Path
 ) -> None:
-    sizes = {"vocab_size": 61, "n_layer": 1, "n_head": 2}
-    plain = GPT2LMHeadModel(GPT2Config(**sizes, n_embd=16, n_positions=32))
     folder = tmp_path / "model"
     entry = entry.format(tmp_path) if isinstance(entry, str) else entry
-    for model in (plain, build()):
+    for model in (gpt2(), build()):
         model.save_pretrained(folder)
         names = load_file(folder / "model.safetensors")
         (folder / "model.safetensors").replace(tmp_path / "outside.safetensors")
@@ -234,9 +221,7 @@ def test_links_stay_in_the_folder_or_the_cache_of_the_hub(tmp_path: Path) -> Non
             other.mkdir(exist_ok=True)
             (other / name).touch()
             (folder / name).symlink_to(other / name)
-            with pytest.raises(
-                ValueError, match=rf"load: .*{name} must lie in the folder, got a link"
-            ):
+            with pytest.raises(ValueError, match=f"{name} must lie in the folder, got a link"):
                 load(folder)
             (folder / name).unlink()
 
@@ -244,21 +229,18 @@ def test_links_stay_in_the_folder_or_the_cache_of_the_hub(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_a_pipe_and_a_loop_of_links_answer(name: str, tmp_path: Path) -> None:
     build().save_pretrained(tmp_path)
-    (tmp_path / name).unlink()
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(ValueError, match=r"load: .*config.json"):
-        load(tmp_path)
-    (tmp_path / name).unlink()
-    (tmp_path / name).symlink_to(name)
-    with pytest.raises(ValueError, match=r"load: .*config.json"):
-        load(tmp_path)
+    path = tmp_path / name
+    for make in (lambda: os.mkfifo(path), lambda: path.symlink_to(name)):
+        path.unlink()
+        make()
+        with pytest.raises(ValueError, match=r"load: .*config.json"):
+            load(tmp_path)
 
 
 def test_a_table_of_absurd_size_is_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"type_vocab_size must be at most 65536, got 10{12}$"):
         LinbiasBertConfig(type_vocab_size=10**12)
-    sizes = {"vocab_size": 61, "n_layer": 1, "n_head": 2}
-    GPT2LMHeadModel(GPT2Config(**sizes, n_embd=16, n_positions=32)).save_pretrained(tmp_path)
+    gpt2().save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "n_positions": 10**12}))
     with pytest.raises(ValueError, match=r"wpe.weight of shape .* asks for \[1000000000000, 16\]"):
@@ -267,18 +249,13 @@ def test_a_table_of_absurd_size_is_refused_before_memory_is_asked_for(tmp_path: 
 
 @torch.no_grad()
 def test_models_without_alibi_stay_as_they_are(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 61, "num_hidden_layers": 1, "num_attention_heads": 2}
-    for model in (
-        GPT2LMHeadModel(GPT2Config(**sizes, n_embd=16, n_positions=32)),
-        LlamaForCausalLM(LlamaConfig(**sizes, hidden_size=16, intermediate_size=16)),
-    ):
+    llama = LlamaForCausalLM(LlamaConfig(**SIZES, hidden_size=16, intermediate_size=16))
+    for model in (gpt2(), llama):
         folder = tmp_path / model.config.model_type
         model.eval().save_pretrained(folder)
         ids = tokens(1, 7)
         assert_same(load(folder)(ids).logits, model(ids).logits)
-        with pytest.raises(
-            ValueError, match=r"load: task must be 'causal' for .*no ALiBi, got 'base'"
-        ):
+        with pytest.raises(ValueError, match=r"must be 'causal' for .*no ALiBi, got 'base'"):
             load(folder, task="base")
 
 
@@ -286,25 +263,15 @@ def test_arguments(tmp_path: Path) -> None:
     build().save_pretrained(tmp_path)
     for arguments, message in (
         ({"task": "classification"}, r"task must be one of \('base', .*got 'classification'"),
-        (
-            {"task": "masked"},
-            r"task must be one of \('causal', 'base'\) for .*linbias model, got 'masked'",
-        ),
+        ({"task": "masked"}, r"one of \('causal', 'base'\) for .*linbias model, got 'masked'"),
         ({"rope": 1}, r"LinbiasConfig has no field 'rope'$"),
-        ({"method": "t5"}, r"LinbiasConfig has no field 'method'"),
-        ({"device_map": "auto"}, r"has no field 'device_map'; device= names one device"),
-        (
-            {"revision": "main"},
-            r"has no field 'revision'; give the folder that .*snapshot_download",
-        ),
-        ({"trust_remote_code": True}, r"has no field 'trust_remote_code'; leave it out: no code"),
-        ({"torch_dtype": "int8"}, r"dtype must be a floating type of PyTorch, got 'int8'"),
-        (
-            {"dtype": "half", "torch_dtype": "half"},
-            r"dtype must be given once, got torch_dtype=half",
-        ),
-        ({"dtype": "int8"}, r"dtype must be a floating type of PyTorch, got 'int8'"),
-        ({"slope_scale": -1}, r"slope_scale must be None, 'interpolate' or a positive number"),
+        ({"device_map": "auto"}, "has no field 'device_map'; device= names one device"),
+        ({"revision": "main"}, "no field 'revision'; give the folder that .*snapshot_download"),
+        ({"trust_remote_code": True}, "no field 'trust_remote_code'; leave it out: no code"),
+        ({"torch_dtype": "int8"}, "dtype must be a floating type of PyTorch, got 'int8'"),
+        ({"dtype": "half", "torch_dtype": "half"}, "must be given once, got torch_dtype=half"),
+        ({"dtype": "int8"}, "dtype must be a floating type of PyTorch, got 'int8'"),
+        ({"slope_scale": -1}, "slope_scale must be None, 'interpolate' or a positive number"),
     ):
         with pytest.raises(ValueError, match=rf"load: .*{message}"):
             load(tmp_path, **arguments)
@@ -323,15 +290,14 @@ def test_a_missing_head_names_the_argument_that_makes_one(tmp_path: Path) -> Non
     weights = load_file(tmp_path / "model.safetensors")
     del weights["transformer.ln_f.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"lacks score.weight, transformer.ln_f.weight \(2 in all\)$"
-    ):
+    message = r"lacks score.weight, transformer.ln_f.weight \(2 in all\)$"
+    with pytest.raises(ValueError, match=message):
         load(tmp_path, task="sequence")
 
 
 def test_a_folder_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build().save_pretrained(tmp_path)
-    files = Files.at("test", tmp_path)
+    held = Files.at("test", tmp_path)
     (tmp_path / "config.json").unlink()
-    monkeypatch.setattr(loading, "answers", None)
-    assert type(load(files)) is LinbiasForCausalLM
+    monkeypatch.setattr(files, "answers", None)
+    assert type(load(held)) is LinbiasForCausalLM

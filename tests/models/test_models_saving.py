@@ -72,15 +72,20 @@ class _Bomb:
         return os.mkdir, (str(self.path),)
 
 
+def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: here, other tests have imported everything."""
+    command = [sys.executable, "-c", code, *arguments]
+    how = {"capture_output": True, "text": True, "env": {**os.environ, **environment}}
+    done = subprocess.run(command, check=False, **how)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 @pytest.mark.processes
 def test_importing_the_models_does_not_load_data_sets_or_trainer() -> None:
-    code = """
-import sys, linbias.models
-heavy = ("datasets", "transformers.trainer", "linbias.lm.training")
-print([name for name in heavy if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    heavy = ("datasets", "transformers.trainer", "linbias.lm.training")
+    code = f"import sys, linbias.models; print([name for name in {heavy} if name in sys.modules])"
+    assert run(code).stdout.strip() == "[]"
 
 
 # Models, tokenizers and texts of a folder.
@@ -109,7 +114,6 @@ def byte_folder(tmp_path_factory) -> Path:
 def test_one_call_is_enough_for_folders_of_both_families(
     byte_folder: Path, paper_folder: Path
 ) -> None:
-    """In a process of its own: here, other tests have imported everything."""
     code = f"""
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from linbias.models import install, load
@@ -121,7 +125,7 @@ for folder in {[str(byte_folder), str(paper_folder)]!r}:
     print(tokenizer("the").input_ids, tokenizer.decode(tokenizer("the\\nthe").input_ids).split())
     print(encode(folder, b"the").tolist())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run(code)
     assert done.stdout.splitlines() == [
         "LinbiasForCausalLM LinbiasForCausalLM",
         "[116, 104, 101] ['the', 'the']",
@@ -170,22 +174,12 @@ for folder in folders:
 @pytest.mark.processes
 def test_a_folder_for_the_hub_loads_with_and_without_its_code(tmp_path: Path) -> None:
     """Registered for the Auto classes, it carries its code; after `install` that is not run."""
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    for code in (SAVE_FOR_THE_HUB, LOAD_FROM_THE_HUB):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environment,
-        )
-        assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        *(
-            "LinbiasForCausalLM True",
-            "linbias.models.decoder.linbias 256",
-            "linbias.paper.model 16",
-        ),
+    cache = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    run(SAVE_FOR_THE_HUB, str(tmp_path), **cache)
+    assert run(LOAD_FROM_THE_HUB, str(tmp_path), **cache).stdout.splitlines() == [
+        "LinbiasForCausalLM True",
+        "linbias.models.decoder.linbias 256",
+        "linbias.paper.model 16",
     ]
 
 
@@ -224,28 +218,23 @@ def test_a_missing_dictionary_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[1]", "3", "null", '"a"', "[" * 10**5, '{"model_type": ["a"]}', "{}", "\x00"],
-    ids=lambda content: content[:20],
-)
+CONTENTS = ("", "[1]", "3", "null", '"a"', "[" * 10**5, '{"model_type": ["a"]}', "{}", "\x00")
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=lambda content: content[:20])
 def test_a_damaged_configuration_is_one_clear_error(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"^load: "):
-        load(tmp_path)
+    for reader in (load, load_paper_model):
+        with pytest.raises(ValueError, match=r"^load: "):
+            reader(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"position": "absolute"}, r"LinbiasConfig: position must be one of .*, got 'absolute'"),
+        ({"position": "absolute"}, "LinbiasConfig: position must be one of .*, got 'absolute'"),
         ({"id2label": "x"}, "LinbiasConfig: id2label must be None or a mapping, got 'x'"),
-        ({"dtype": "os"}, "LinbiasConfig: dtype must be None or the name of a dtype"),
-        ({"num_hidden_layers": 10**6}, "LinbiasConfig: num_hidden_layers must be at most 2048"),
-        (
-            {"model_type": "gpt2", "num_hidden_layers": 10**6},
-            "GPT2Config: num_hidden_layers must be at",
-        ),
+        ({"model_type": "gpt2", "num_hidden_layers": 10**6}, "GPT2Config: num_hidden_layers must"),
         ({"quantization_config": 3}, ""),
     ],
     ids=str,
@@ -288,16 +277,3 @@ def test_hostile_or_damaged_weights_are_one_clear_error(
     with pytest.raises(ValueError, match=rf"^load: cannot read a model at .*: {message}"):
         load(folder)
     assert not (tmp_path / "exploded").exists()
-
-
-@pytest.mark.parametrize("content", ["3", "null", "[" * 10**5, '{"id2label": "x"}'])
-def test_a_hostile_configuration_of_the_paper_is_one_clear_error(
-    content: str, paper_folder: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(paper_folder, tmp_path / "model")
-    path = folder / "config.json"
-    if content.startswith("{"):
-        content = json.dumps({**json.loads(path.read_text()), **json.loads(content)})
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"^load: "):
-        load_paper_model(folder)

@@ -1,4 +1,4 @@
-"""Position methods whose layers learn the steps between tokens: forget gates, and CABLE without weights."""
+"""Position methods whose layers learn the steps between tokens: forget gates, and CABLE."""
 
 import math
 from typing import Any
@@ -29,7 +29,7 @@ def quiet_norms(model: Any) -> Any:
 
 
 def restated(position: str, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> tuple[Tensor, Any]:
-    """One text, as the papers write it: q [T, H, D], k and v [T, G, D], gates [T, H]; what is gathered, and the weights."""
+    """One text, as the papers write it: q [T, H, D], k, v [T, G, D], gates [T, H]."""
     T = len(q)
     out, weights = torch.zeros_like(q), torch.zeros(H, T, T, dtype=q.dtype)
     for h in range(H):
@@ -58,15 +58,14 @@ def test_a_layer_subtracts_the_steps_that_it_makes_of_what_it_reads(
     layer, weights = model.model.layers[1], model.model.layers[1].state_dict()
     read = torch.randn(1, 7, 32, dtype=torch.float64)
     G = model.config.num_key_value_heads
+    bias = weights.get("attention.gate.bias", 0.0)
     if block == "parallel_fused":
         product = read @ weights["fused.weight"].T
-        bias = weights.get("attention.gate.bias", 0.0)
         q, k, v, gates, _ = product.split([H * D, G * D, G * D, H, 2 * 128], -1)
         read = product
     else:
         q, k, v = (read @ weights["attention.qkv.weight"].T).split([H * D, G * D, G * D], -1)
         gates = read @ weights["attention.gate.weight"].T
-        bias = weights.get("attention.gate.bias", 0.0)
     parts = [x[0].unflatten(-1, (-1, D)) for x in (q, k, v)]
     gathered, shares = restated(position, *parts, (gates + bias)[0])
     layout = TokenLayout(torch.arange(7)[None], need_weights=True)
@@ -147,16 +146,14 @@ def test_sixteen_bit_models_sum_their_steps_in_float64(
     assert [x.dtype for x in seen] == [torch.float64] * 4
     steps = cache.layers[1].keys
     assert steps.dtype == torch.float32 and steps.shape == (1, 4, 300, 1)
-    torch.testing.assert_close(
-        seen[2], seen[0], rtol=0.01, atol=0.0
-    )  # products differ by rounding
+    # Products differ by rounding.
+    torch.testing.assert_close(seen[2], seen[0], rtol=0.01, atol=0.0)
     assert torch.equal(seen[2], steps[..., 0].double().cumsum(-1))
 
 
 def test_only_decoders_have_gates() -> None:
-    config = LinbiasSeq2SeqConfig(
-        hidden_size=32, num_attention_heads=4, position="forget", decoder_layers=2
-    )
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "decoder_layers": 2}
+    config = LinbiasSeq2SeqConfig(**sizes, position="forget")
     names = LinbiasForConditionalGeneration(config).state_dict()
     gates = [name for name in names if "gate" in name]
     assert gates == [

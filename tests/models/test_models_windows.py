@@ -1,4 +1,4 @@
-"""Reach from weights: for models of every family, no text has a key that leads by more than they say."""
+"""Reach from weights: in no family does a text have a key that leads by more than they say."""
 
 from typing import Any
 
@@ -11,25 +11,20 @@ from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
 from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
 from linbias.models.fused import fuse
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
-from linbias.models.window_cache.reach import Reach, _Questions, reach_of_weights
+from linbias.models.window_cache.questions import Questions
+from linbias.models.window_cache.reach import Reach, reach_of_weights
 from small_models import build, build_paper
 from test_transformers_fused import bloom, falcon, mpt
 
 
 def mpt_with_norms(**options: Any) -> LinbiasMptForCausalLM:
-    attention = {"alibi": True, "qk_ln": True, **options}
-    sizes = {
-        "d_model": 48,
-        "n_heads": 6,
-        "n_layers": 2,
-        "vocab_size": 97,
-        "initializer_range": 0.3,
-    }
-    return LinbiasMptForCausalLM(LinbiasMptConfig.from_dict({**sizes, "attn_config": attention}))
+    sizes = {"d_model": 48, "n_heads": 6, "n_layers": 2, "attn_config": {"alibi": True, **options}}
+    return LinbiasMptForCausalLM(LinbiasMptConfig.from_dict({**VAST, **sizes}))
 
 
-SMALL = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "initializer_range": 0.3}  # fmt: skip
-JAIS = {"vocab_size": 97, "n_embd": 48, "n_head": 6, "n_layer": 2, "n_inner": 64, "initializer_range": 0.3}  # fmt: skip
+VAST = {"vocab_size": 97, "initializer_range": 0.3}
+SMALL = {**VAST, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+JAIS = {**VAST, "n_embd": 48, "n_head": 6, "n_layer": 2, "n_inner": 64}
 MODELS = {
     "linbias": build,
     "linbias, keys shared": lambda: build(num_key_value_heads=2),
@@ -40,8 +35,8 @@ MODELS = {
     "bloom": lambda: fuse(bloom()),
     "falcon": lambda: fuse(falcon(new_decoder_architecture=True, num_kv_heads=2)),
     "mpt": lambda: fuse(mpt()),
-    "mpt, norms of queries and keys": mpt_with_norms,
-    "mpt, norms of each head": lambda: mpt_with_norms(qk_ln=False, qk_gn=True),
+    "mpt, norms of queries and keys": lambda: mpt_with_norms(qk_ln=True),
+    "mpt, norms of each head": lambda: mpt_with_norms(qk_gn=True),
 }
 
 
@@ -56,18 +51,15 @@ def made(name: str) -> Any:
 
 
 def leads_of(model: Any, given: Reach, **inputs: torch.Tensor) -> np.ndarray:
-    """[layers, H]: the most by which a key led the query's own, from the weights of attention: w = exp(lead - m d) w_own."""
+    """[layers, H]: the most by which a key led the query's own: w = exp(lead - m d) w_own."""
     attentions = model(**inputs, output_attentions=True).attentions
     found = []
     for weights, slopes in zip(attentions, given.slopes, strict=True):
         w = weights[0].double().log()  # [H, T, T]
         places = torch.arange(w.shape[-1])
         distance = (places[:, None] - places).clamp(min=0)
-        lead = (
-            w
-            - w.diagonal(dim1=1, dim2=2)[..., None]
-            + torch.tensor(slopes)[:, None, None] * distance
-        )
+        lead = w - w.diagonal(dim1=1, dim2=2)[..., None]
+        lead = lead + torch.tensor(slopes)[:, None, None] * distance
         found.append(lead.tril().amax((1, 2)).numpy())
     return np.array(found)
 
@@ -90,9 +82,9 @@ def test_no_text_leads_by_more(name):
 
 
 def climbed(model: Any, steps: int = 200, starts: int = 16) -> np.ndarray:
-    """[H]: by gradient steps from random hidden states, the most by which a key of the second layer leads the query's own."""
+    """[H]: the most by which a key of the second layer leads the query's own, by gradients."""
     with torch.no_grad():
-        asked = _Questions(model)
+        asked = Questions(model)
     module, args, kwargs = asked.calls[1]
     norm, linear = asked.paths[1]
     width = args[0].shape[-1] if linear is None else linear.in_features
@@ -102,7 +94,7 @@ def climbed(model: Any, steps: int = 200, starts: int = 16) -> np.ndarray:
     for _ in range(steps):
         hidden = norm(pairs.reshape(1, -1, width))
         hidden = hidden if linear is None else linear(hidden)
-        answer = asked._ask(1, module, args, kwargs, hidden)
+        answer = asked.ask(1, module, args, kwargs, hidden)
         q, k = (x[0].unflatten(1, (-1, 2)) for x in (answer.q, answer.k))  # [heads, pairs, 2, D]
         k = k.repeat_interleave(len(q) // len(k), 0)
         lead = answer.scale * (q[:, :, 0] * (k[:, :, 1] - k[:, :, 0])).sum(-1)
@@ -137,10 +129,8 @@ def test_a_layer_says_why_its_weights_do_not_say():
     model = fuse(mpt(clip_qkv=0.01)).eval()
     given = reach_of_weights(model)
     assert given.why_not == {1: "its projections are not linear"}
-    assert (
-        np.isfinite(given.lead[0]).all() and np.isinf(given.lead[1]).all()
-    )  # tokens can be tried
-    assert np.isinf(given.of_heads()[1]).all()
+    assert np.isfinite(given.lead[0]).all()  # tokens can be tried
+    assert np.isinf(given.lead[1]).all() and np.isinf(given.of_heads()[1]).all()
     model = made("linbias")
     model.model.layers[1].norm = nn.Sequential(model.model.layers[1].norm, nn.Identity())
     model.model.layers[1].norm.append(nn.ReLU())
@@ -162,16 +152,19 @@ def test_the_model_is_as_before():
     model = made("linbias").train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     reach_of_weights(model)
-    assert model.training and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())  # fmt: skip
+    assert model.training
+    assert not any(x._forward_hooks or x._forward_pre_hooks for x in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("position", ["rotary", "none"])
-def test_models_without_linear_biases_are_refused(position):
-    with pytest.raises(ValueError, match="linear biases"):
-        reach_of_weights(build(position=position))
-
-
-def test_slopes_that_follow_the_length_are_refused():
-    with pytest.raises(ValueError, match="slope_scale"):
-        reach_of_weights(build(slope_scale="interpolate"))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"position": "rotary"}, "linear biases"),
+        ({"position": "none"}, "linear biases"),
+        ({"slope_scale": "interpolate"}, "slope_scale"),
+    ],
+)
+def test_models_that_have_no_reach_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        reach_of_weights(build(**changes))

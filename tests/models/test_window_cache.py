@@ -1,4 +1,4 @@
-"""The cache of constant size gives what the growing one gives, and never drops weight in silence."""
+"""The cache of constant size gives what the growing one gives, and drops nothing in silence."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ from linbias.models.window_cache.certificate import Settings, Uncertified
 from linbias.models.window_cache.layer import WindowLayer
 from linbias.models.window_cache.ledger import Ledger
 from linbias.streams import Dropped
-from small_models import VOCAB, build, build_paper, left_padded, tokens
+from small_models import VOCAB, assert_near, build, build_paper, left_padded, tokens
 from test_models_windows import MODELS, made
 from test_transformers_fused import bloom
 
@@ -65,8 +65,7 @@ def test_reading_in_parts_is_reading_at_once(windows, rows, shared):
     ids = words(rows, sum(PARTS))
     cache = WindowCache.for_model(model, TOLERANCE, windows)
     found = read(model, ids, cache, PARTS)
-    expected = model(ids).logits
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    assert_near(found, model(ids).logits, 1e-6)
     assert cache.uncertified == 0 and cache.largest_dropped <= TOLERANCE / 2
     assert cache.layers[0].counts[0] < sum(PARTS) / 2  # keys did leave
     assert cache.get_seq_length() == sum(PARTS)
@@ -77,10 +76,8 @@ def test_every_family_reads_through_it(name):
     model = made(name)
     ids = torch.randint(model.config.vocab_size, (2, 900))
     cache = WindowCache.for_model(model, 1e-6)
-    found = read(model, ids, cache, [600, 200, 1, 99])
-    expected = model(ids).logits
+    assert_near(read(model, ids, cache, [600, 200, 1, 99]), model(ids).logits, 1e-3)
     assert cache.uncertified == 0
-    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
 def test_memory_does_not_grow():
@@ -128,8 +125,7 @@ def test_rows_that_miss_something_read_dropped_keys_again(
     ids = words(rows, sum(PARTS_OF_SHORT_WINDOWS))
     cache = fetching(model, tmp_path if in_files else None)
     found = read(model, ids, cache, PARTS_OF_SHORT_WINDOWS)
-    expected = model(ids).logits
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    assert_near(found, model(ids).logits, 1e-6)
     assert cache.uncertified == 0 < cache.fetched
     assert cache.largest_dropped <= TOLERANCE / 2
     files = list(tmp_path.rglob("*.safetensors"))
@@ -139,8 +135,7 @@ def test_rows_that_miss_something_read_dropped_keys_again(
     cache.batch_select_indices(torch.tensor([rows - 1, 0]))
     again = torch.cat([ids[[rows - 1, 0]], words(2, 9)], 1)
     found = model(again[:, -9:], past_key_values=cache).logits
-    expected = model(again).logits[:, -9:]
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    assert_near(found, model(again).logits[:, -9:], 1e-6)
     cache.reset()
     assert not list(tmp_path.rglob("*.safetensors"))
     del cache
@@ -162,18 +157,16 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
         save_file(tensors, path)
 
     monkeypatch.setattr(dropped_keys, "save_file", fail_later)
-    with pytest.warns(
-        UserWarning, match=r"room for dropped keys, got .*No space.*: those of head \d-\d"
-    ):
+    said = r"room for dropped keys, got .*No space.*: those of head \d-\d"
+    with pytest.warns(UserWarning, match=said):
         found = read(model, ids, cache, PARTS_OF_SHORT_WINDOWS)
-    expected = model(ids).logits
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    assert_near(found, model(ids).logits, 1e-6)
     assert cache.uncertified == 0 and not list(tmp_path.rglob("*.part"))
 
 
 @pytest.mark.parametrize("what", ["keys", "values"])
 def test_a_lost_key_that_is_not_finite_is_never_passed_over(what, monkeypatch):
-    """It lies beyond the reach, where a finite one would weigh nothing. A value does so for rows that read dropped keys again."""
+    """It lies beyond the reach, where a finite one, or what is not read, weighs nothing."""
     monkeypatch.setattr(dropped_keys, "_CHUNK", 100)
     gone = [dropped_keys.DroppedKeys(20.0, None, "")]
     layer = WindowLayer(Settings([20.0], [8.0], 1e-3, "fetch", gone))
@@ -230,42 +223,12 @@ def test_a_copy_goes_its_own_way(made_copy):
     cache = WindowCache.for_model(model, TOLERANCE)
     with torch.inference_mode():
         read(model, ids[:, :1300], cache, [900, 398, 1, 1])
+        cache.batch_select_indices(torch.tensor([0]))
     other, mine = made_copy(cache), words(1, 700)
     assert made_copy(cache.layers[0]).pool.keys is not cache.layers[0].pool.keys
     found = read(model, mine, other, [1, 1, 698]), read(model, ids[:, 1300:], cache, [1, 1, 98])
     for logits, end in zip(found, (mine, ids[:, 1300:]), strict=True):
-        expected = model(torch.cat([ids[:, :1300], end], 1)).logits[:, 1300:]
-        assert (logits - expected).abs().max() < 1e-6 * expected.abs().max()
-
-
-@pytest.mark.parametrize("in_files", [False, True])
-def test_a_copy_has_its_own_dropped_keys(in_files, tmp_path, monkeypatch):
-    """Both go on from one prompt, each with a text of its own, whatever becomes of the other."""
-    monkeypatch.setattr(dropped_keys, "_CHUNK", 100)
-    model = quiet(num_hidden_layers=1)
-    cache, ids = fetching(model, tmp_path if in_files else None), words(3, 2100)
-    ids[1:, :700] = ids[0, :700]
-    texts = [text[None] for text in ids]
-
-    def go_on(cache: WindowCache, text: Tensor, parts: list[int]) -> None:
-        start = cache.get_seq_length()
-        found = read(model, text[:, start:], cache, parts)
-        expected = model(text[:, : start + sum(parts)]).logits[:, start:]
-        assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
-
-    go_on(cache, texts[0], [350, 350])
-    other, third = copy.deepcopy(cache), copy.copy(cache)
-    go_on(cache, texts[0], [400, 400])
-    go_on(other, texts[1], [400, 400])
-    cache.reset()
-    go_on(other, texts[1], [100])
-    go_on(third, texts[2], [400, 400])
-    go_on(cache, texts[0], [700, 400, 100])
-    del cache
-    go_on(third, texts[2], [100])
-    assert bool(list(tmp_path.rglob("*.safetensors"))) == in_files
-    del other, third
-    assert not list(tmp_path.iterdir())
+        assert_near(logits, model(torch.cat([ids[:, :1300], end], 1)).logits[:, 1300:], 1e-6)
 
 
 def test_a_cache_with_files_is_not_pickled(tmp_path):
@@ -289,17 +252,6 @@ def test_a_fork_deletes_nothing_of_its_parent(tmp_path):
     assert file.exists()
     owned.clear()
     assert not file.exists()
-
-
-def test_modes_may_change_between_calls():
-    model, ids = quiet(), words(1, 1300)
-    cache = WindowCache.for_model(model, TOLERANCE)
-    with torch.inference_mode():
-        read(model, ids[:, :1200], cache, [900, 200, 100])
-        cache.batch_select_indices(torch.tensor([0]))
-    found = read(model, ids[:, 1200:], cache, [90, 10])
-    expected = model(ids).logits[:, 1200:]
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.3])
@@ -349,14 +301,11 @@ WAYS = {
 }
 
 
-_OF_ONE_TEXT = ("looked up", "in chunks")  # which Transformers does for one alone
-
-
-@pytest.mark.parametrize(
-    ("way", "padded"),
-    [*((way, False) for way in WAYS), *((way, True) for way in WAYS if way not in _OF_ONE_TEXT)],
-)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 def test_generate_writes_the_same(way, padded):
+    if padded and way in ("looked up", "in chunks"):
+        pytest.skip("Transformers does so for one text alone")
     model = quiet()
     ids, mask = left_padded([words(900), words(400), words(3)] if padded else [words(900)])
     given = {"attention_mask": mask, "max_new_tokens": 20, **WAYS[way]}
@@ -366,53 +315,6 @@ def test_generate_writes_the_same(way, padded):
     torch.manual_seed(1)
     assert torch.equal(model.generate(ids, past_key_values=cache, **given), expected)
     assert cache.uncertified == 0
-
-
-def test_an_assistant_may_be_wrong():
-    model, assistant = quiet(), quiet(num_hidden_layers=1)
-    given = {"attention_mask": torch.ones(1, 900), "max_new_tokens": 20, "do_sample": False}
-    ids = words(1, 900)
-    expected = model.generate(ids, **given)
-    cache = WindowCache.for_model(model, TOLERANCE)
-    found = model.generate(ids, past_key_values=cache, assistant_model=assistant, **given)
-    assert torch.equal(found, expected)
-
-
-def test_a_reset_cache_is_a_new_one():
-    model, ids = quiet(), words(1, 800)
-    cache = WindowCache.for_model(model, TOLERANCE)
-    first = read(model, ids, cache, [700, 100])
-    cache.activate_past_recording()
-    cache.reset()
-    assert cache.get_seq_length() == 0 and cache.uncertified == 0
-    assert torch.equal(read(model, ids, cache, [700, 100]), first)
-
-
-def test_rows_are_selected_and_repeated():
-    model, ids = quiet(), words(3, 900)
-    cache = WindowCache.for_model(model, TOLERANCE)
-    read(model, ids[:, :800], cache, [800])
-    cache.batch_select_indices(torch.tensor([2, 0]))
-    cache.batch_repeat_interleave(2)
-    found = read(model, ids[[2, 2, 0, 0], 800:], cache, [50, 50])
-    expected = model(ids[[2, 2, 0, 0]]).logits[:, 800:]
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
-
-
-def test_tokens_are_taken_back():
-    model, ids = quiet(), words(1, 900)
-    cache = WindowCache.for_model(model, TOLERANCE)
-    read(model, ids, cache, [880, 20])
-    cache.crop(-20)
-    assert cache.get_seq_length() == 880
-    found = read(model, ids[:, 880:], cache, [20])
-    expected = model(ids).logits[:, 880:]
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
-    for layer in cache.layers:
-        with pytest.raises(ValueError, match="at most"):
-            layer.crop(-5000)
-        with pytest.raises(ValueError, match="got 5"):
-            layer.crop(5)
 
 
 def test_nothing_is_dropped_that_may_be_taken_back():
@@ -425,8 +327,7 @@ def test_nothing_is_dropped_that_may_be_taken_back():
     cache.crop(-1400)  # more than the windows: now keys may leave
     assert min(cache.layers[0].counts) < 600
     found = read(model, ids[:, 900:], cache, [100, 200, 50])
-    expected = model(ids[:, :1250]).logits[:, 900:]
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    assert_near(found, model(ids[:, :1250]).logits[:, 900:], 1e-6)
 
 
 def test_rows_that_are_not_finite_are_counted():
@@ -481,15 +382,15 @@ def test_padding_weighs_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tolerance": 1e-30}, r"tolerance must be in \[1.11e-16, 1\) for torch.float64, got 1e-30"),
+        ({"tolerance": 1e-30}, r"tolerance must be in \[1.11e-16, 1\) for .*float64, got 1e-30"),
         ({"tolerance": 1.5}, "tolerance must be in"),
         ({"windows": "all"}, "windows must be 'adaptive', 'weights' or numbers, got 'all'"),
-        ({"windows": [[8, 8, 8, 8]]}, r"a number for each of 2 layers and 4 key/value heads, got \[4\]"),
+        ({"windows": [[8] * 4]}, r"each of 2 layers and 4 key/value heads, got \[4\]"),
         ({"windows": 0}, "windows must be at least 1, got 0"),
-        ({"folder": "/tmp"}, "folder must be left out unless on_uncertified is 'fetch', got /tmp"),
-        ({"on_uncertified": "ignore"}, r"on_uncertified must be one of .*got 'ignore'"),
+        ({"folder": "/tmp"}, "folder must be left out unless .* is 'fetch', got /tmp"),
+        ({"on_uncertified": "ignore"}, "on_uncertified must be one of .*got 'ignore'"),
     ],
-)  # fmt: skip
+)
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         WindowCache.for_model(quiet(), **options)
@@ -518,8 +419,14 @@ def test_calls_that_it_cannot_serve_are_refused():
     model(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="batch must have 2 rows"):
         model(ids[:1], past_key_values=cache)
-    with pytest.raises(ValueError, match="must not be offloaded"):
-        cache.layers[0].offload()
+    layer = cache.layers[0]
+    for call, message in (
+        (layer.offload, "must not be offloaded"),
+        (lambda: layer.crop(-5000), "crop must take back at most 9 tokens, got 5000"),
+        (lambda: layer.crop(5), "crop takes back -n tokens, got 5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
     rounded = fuse(bloom().eval(), rounding="checkpoint")
     with pytest.raises(ValueError, match="rounding='exact', got 'checkpoint'"):
         rounded(ids, past_key_values=WindowCache.for_model(rounded))

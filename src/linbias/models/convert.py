@@ -1,4 +1,4 @@
-"""`linbias convert`: original folders of encoders into ones that Transformers loads alone, and back."""
+"""`linbias convert`: original folders of encoders into ones of Transformers, and back."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.families import find_family
 from linbias.models.loading import Files, load
 
-# Without a number, SentenceTransformer cuts texts at the max_position_embeddings of the model, which is no limit here.
+# Without a number, SentenceTransformer cuts texts at max_position_embeddings, no limit here.
 _NO_LIMIT = 2**31 - 1
 _NAMES = ("tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab")
 _TOKENIZER_FILES = (
@@ -27,19 +27,22 @@ _TOKENIZER_FILES = (
 
 
 def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> None:
-    """Write an ALiBi encoder as a folder that `AutoModel` and sentence_transformers load, or an original one.
+    """Write an ALiBi encoder as a folder that Transformers loads alone, or as an original one.
 
-    `load(output)` reads it; after `linbias.models.install()` the Auto classes do, and for jina-embeddings-v2
-    `sentence_transformers.SentenceTransformer(output)`, with the mean over all tokens, of texts of any length. Tokenizer files go along.
+    `load(output)` reads it; after `linbias.models.install()` the Auto classes do, and for jina-
+    embeddings-v2 `sentence_transformers.SentenceTransformer(output)`, with the mean over all
+    tokens, of texts of any length. Tokenizer files go along.
 
     Args:
         folder: A local folder as `load` reads it.
         output: The folder to make; refused where it holds config.json or safetensors already.
-        back: Write the names and the configuration that the original code reads. The folder must be one that `convert`
-            wrote, or a fine-tuned model that was loaded from an original folder and saved.
+        back: Write the names and the configuration that the original code reads. The folder must
+        be one that `convert` wrote, or a fine-tuned model that was loaded from an original folder
+        and saved.
 
     Raises:
-        ValueError: The folder holds no such model, or nothing is known of its original; output is not to be written.
+        ValueError: The folder holds no such model, or nothing is known of its original; output is
+        not to be written.
         OSError: A file could not be written (disk full); output holds no model then.
     """
     folder, output = Path(folder), Path(output)
@@ -48,7 +51,8 @@ def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> No
     )
     if held:
         raise ValueError(
-            f"convert: output must not hold a model already, got {output} (it has {', '.join(held)})"
+            "convert: output must not hold a model already, got "
+            f"{output} (it has {', '.join(held)})"
         )
     files = Files.at("convert", folder)
     names = set(files.look_at_weights())
@@ -60,7 +64,8 @@ def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> No
         )
     if back and config.original is None:
         raise ValueError(
-            f"convert: {str(folder)!r} must come from an original folder to go back, and its config.json names none"
+            f"convert: {str(folder)!r} must come from an original folder to go back, "
+            "and its config.json names none"
         )
     check_writable(output, "convert")
     try:

@@ -1,21 +1,21 @@
 """The families of models that `load` knows: how a folder is recognised, and what it becomes.
 
-A family is a row of `families`: how a folder is recognised, its configuration, its classes, other
-names of weights. Where configuration and weights are as our classes have them, it is a line in `_OWN`.
-
-To add a decoder of Transformers: a module in `fused/` (see `bloom.py`), its name in `MODEL_TYPES` of
-`fused/family.py`, its `FAMILY` in `fused/__init__.py`. Any other decoder: a configuration, blocks and
-two models (see `decoder/baichuan.py`), of the parts in `decoder/decoder.py`. Then its row here; tests
-against the original code or a plain restatement (tests/models/test_models_released.py,
-tests/fused/test_transformers_fused.py); its row in docs/guides/existing-models.md.
+To add a decoder of Transformers: a module in `fused/` (see `bloom.py`), its name in `MODEL_TYPES`
+of `fused/family.py`, its `FAMILY` in `fused/__init__.py`. Any other: a configuration, blocks and
+two models (see `decoder/baichuan.py`), and tests (tests/models/test_models_released.py). Then its
+row here and in docs/guides/existing-models.md.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from numpy.typing import NDArray
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from linbias.data.tokenizers import Tokenizer
@@ -24,16 +24,58 @@ from linbias.models.decoder import baichuan, jais, linbias, seq2seq
 from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
 from linbias.models.encoders import bert, original
 from linbias.models.encoders.bert_config import LinbiasBertConfig
-from linbias.models.family import Classes, Family, Settings, own_family
+from linbias.models.files import Weights
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
 
-TASKS = ("base", "causal", "masked", "seq2seq", "sequence", "token")
+# By task, the Auto class that makes a model for it.
+_AUTO = {
+    "base": "AutoModel",
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "sequence": "AutoModelForSequenceClassification",
+    "token": "AutoModelForTokenClassification",
+}
+TASKS = tuple(_AUTO)
+Settings = Mapping[str, Any]  # the contents of a config.json
+Classes = Mapping[str, type[PreTrainedModel]]  # by task, the one of the folder's own first
 # Rooms that bring a family of their own, in their module `family`; nothing else here knows them.
 _ROOMS = ("linbias.paper",)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Models that are recognised and loaded alike."""
+
+    name: str
+    # Both are given a config.json and the names of the weights beside it.
+    recognises: Callable[[Settings, set[str]], bool]
+    read_config: Callable[[Settings, set[str]], PreTrainedConfig]
+    classes: Classes
+    tasks: Callable[[Any], tuple[str, ...]] | None = None  # of a configuration; None: all classes
+    config: type[PreTrainedConfig] | None = None  # what `install` makes known, with the classes
+    rename: Callable[[Weights], Weights] | None = None  # original weights under our names
+    # The fields of the configuration that a task means, given the names of the weights.
+    fields_of_task: Callable[[str, set[str]], dict[str, Any]] | None = None
+    fused: bool = False  # whether the model is one of Transformers, that `fuse` then runs
+    # What turns a text into tokens, given the folder; None: a tokenizer of Transformers.
+    encoder: Callable[[str], Callable[[bytes], NDArray[Any]]] | None = None
+    needs_tokenizer_json: str | None = None  # the command that writes tokenizer.json
+
+
+def own_family(kind: type[PreTrainedConfig], classes: Classes, **more: Any) -> Family:
+    """A family whose configuration and weights are as our classes have them."""
+    return Family(
+        name=kind.model_type,
+        recognises=lambda settings, _: settings.get("model_type") == kind.model_type,
+        read_config=lambda settings, _: kind.from_dict(dict(settings)),
+        classes=classes,
+        config=kind,
+        **more,
+    )
+
+
 def find_family(settings: Settings, names: set[str]) -> Family | None:
-    """The first family that recognises a config.json and names of weights; None if none does."""
     return next((family for family in families() if family.recognises(settings, names)), None)
 
 
@@ -109,8 +151,8 @@ def _original_encoder(name: str, family: str) -> Family:
     )
 
 
-def _tasks(config: LinbiasConfig) -> tuple[str, ...]:
-    return "causal" if config.encoder_position is None else "masked", "base"
+def _encoder(folder: str) -> Callable[[bytes], NDArray[Any]]:
+    return Tokenizer.load(folder).encode
 
 
 @cache
@@ -124,8 +166,8 @@ def families() -> tuple[Family, ...]:
                 "masked": linbias.LinbiasForMaskedLM,
                 "base": linbias.LinbiasModel,
             },
-            tasks=_tasks,
-            encoder=lambda folder: Tokenizer.load(folder).encode,
+            tasks=lambda config: ("masked" if config.encoder_position else "causal", "base"),
+            encoder=_encoder,
         ),
         own_family(
             LinbiasSeq2SeqConfig,
@@ -133,7 +175,7 @@ def families() -> tuple[Family, ...]:
                 "seq2seq": seq2seq.LinbiasForConditionalGeneration,
                 "base": seq2seq.LinbiasSeq2SeqModel,
             },
-            encoder=lambda folder: Tokenizer.load(folder).encode,
+            encoder=_encoder,
         ),
         *(import_module(f"{room}.family").FAMILY for room in _ROOMS),
         own_family(LinbiasBertConfig, _BERT, fields_of_task=_pooler_of_task),
@@ -142,7 +184,6 @@ def families() -> tuple[Family, ...]:
             {"causal": baichuan.BaichuanForCausalLM, "base": baichuan.BaichuanModel},
         ),
         own_family(jais.JaisConfig, {"causal": jais.JaisForCausalLM, "base": jais.JaisModel}),
-        own_family(jais.BtlmConfig, {"causal": jais.BtlmForCausalLM, "base": jais.BtlmModel}),
         _of_transformers("bloom", "Bloom"),
         _of_transformers("falcon", "Falcon"),
         Family(
@@ -163,7 +204,7 @@ def install() -> None:
     """Make the families known to Transformers, for the whole process; more calls change nothing.
 
     Then its Auto classes, and what is built on them (pipelines, sentence_transformers), load the
-    models that linbias makes and those of Baichuan, JAIS and BTLM; and `from_pretrained(...,
+    models that linbias makes and those of Baichuan and JAIS; and `from_pretrained(...,
     attn_implementation="linbias")` gives BLOOM, Falcon and MPT fused, with default options. `load`
     needs none of this.
 
@@ -175,18 +216,9 @@ def install() -> None:
         'LinbiasForCausalLM'
     """
     fused.install()
-    kinds = (
-        "",
-        "CausalLM",
-        "MaskedLM",
-        "Seq2SeqLM",
-        "SequenceClassification",
-        "TokenClassification",
-    )
-    names = (f"AutoModelFor{kind}" if kind else "AutoModel" for kind in kinds)
-    autos = {task: getattr(transformers, name) for task, name in zip(TASKS, names, strict=True)}
     for family in families():
         if family.config is not None:
             transformers.AutoConfig.register(family.name, family.config, exist_ok=True)
             for task, kind in family.classes.items():
-                autos[task].register(family.config, kind, exist_ok=True)
+                auto = getattr(transformers, _AUTO[task])
+                auto.register(family.config, kind, exist_ok=True)

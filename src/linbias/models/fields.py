@@ -1,6 +1,5 @@
 """How the fields of a configuration are checked: one rule per field, then rules between fields.
 
-Configurations come from files that anybody may have written, so every field is checked before it is used.
 Errors read `LinbiasConfig: hidden_size must be a multiple of 4 heads, got 30`.
 """
 
@@ -66,8 +65,7 @@ ACTIVATION = Rule(
 )
 FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 
-# Building a model of absurd size takes minutes or all memory before anything fails. Each is several
-# times what has been published; train_length and t5_max_distance reach as far as positions do.
+# Building a model of absurd size takes minutes or all memory before anything fails.
 MAXIMA: Mapping[str, int] = {
     "num_hidden_layers": 2**11,
     "decoder_layers": 2**11,
@@ -108,6 +106,11 @@ SHARED: Mapping[str, Rule] = {
 }
 
 
+def shared_rules(family: type[PreTrainedConfig]) -> dict[str, Rule]:
+    """Those of `SHARED` for the fields that a configuration has."""
+    return {name: rule for name, rule in SHARED.items() if name in family.__annotations__}
+
+
 def own_fields(family: type[PreTrainedConfig]) -> set[str]:
     """The names of the fields that a configuration adds to those of Transformers."""
     ours = (kind for kind in family.__mro__ if not issubclass(PreTrainedConfig, kind))
@@ -116,18 +119,14 @@ def own_fields(family: type[PreTrainedConfig]) -> set[str]:
 
 
 class CheckedConfig(PreTrainedConfig):
-    """A configuration that refuses unknown fields, which Transformers would keep without a word, but for those of a file."""
+    """A configuration that refuses unknown fields, but for those of a file."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
         return super().from_dict({**config_dict, _OF_A_FILE: True}, **options)
 
     def __post_init__(self, **others: Any) -> None:
-        """Take the fields that are none of the family's.
-
-        Raises:
-            TypeError: Transformers does not know one either.
-        """
+        """Take the fields that are none of the family's, if Transformers knows them."""
         if not others.pop(_OF_A_FILE, False):
             for name in others:
                 if not (hasattr(type(self), name) or name in _OF_TRANSFORMERS or name[0] == "_"):
@@ -150,11 +149,7 @@ _OF_A_FILE = "_of_a_file"
 
 
 def check_fields(config: PreTrainedConfig, rules: Mapping[str, Rule]) -> None:
-    """Check each field by its own rule, in the order of `rules`, and that no size is beyond `MAXIMA`.
-
-    Raises:
-        ValueError: A field breaks its rule; the message names configuration, field, rule and value.
-    """
+    """Check each field by its own rule, in the order of `rules`, and the sizes."""
     for name, rule in rules.items():
         require(config, name, rule.holds(getattr(config, name)), rule.words)
     check_sizes(config)

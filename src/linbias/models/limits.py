@@ -25,7 +25,7 @@ def stated_length(config: PreTrainedConfig) -> int | None:
 
 
 def default_length(model: PreTrainedModel) -> int:
-    """The length that a model was trained with, where it says so; else the one it was made for, 1,024 at most."""
+    """The length that a model was trained with, or the one it was made for, 1,024 at most."""
     config = model.config.get_text_config()
     if hasattr(config, "train_length"):
         return int(config.train_length)
@@ -45,19 +45,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 @contextmanager
 def able_to_read(model: PreTrainedModel, length: int) -> Iterator[None]:
-    """Let a model read inputs of some length within the block, or say that it cannot.
-
-    The bias of MPT models is a table of `max_seq_len` distances that is made anew in every forward pass: it is made
-    for `length` here. A model of any other kind that fails at inputs beyond the length that it was made for ends in
-    one error.
-
-    Args:
-        model: Its configuration is changed for the length of the block.
-        length: Tokens of the longest input.
-
-    Raises:
-        ValueError: The model failed, and `length` is beyond what its configuration states.
-    """
+    """Let a model read inputs of some length within the block, or say that it cannot."""
     config = model.config.get_text_config()
     stated = stated_length(config)
     with _widened(config, length):
@@ -70,13 +58,14 @@ def able_to_read(model: PreTrainedModel, length: int) -> Iterator[None]:
                 raise
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(
-                f"evaluate: length must be one that the model reads, got {length}; its configuration says "
-                f"{stated}, and at {length} it fails ({reason})"
+                f"evaluate: length must be one that the model reads, got {length}; its "
+                f"configuration says {stated}, and at {length} it fails ({reason})"
             ) from error
 
 
 @contextmanager
 def _widened(config: PreTrainedConfig, length: int) -> Iterator[None]:
+    """MPT makes its bias anew in every forward pass, as a table of `max_seq_len` distances."""
     if config.model_type != "mpt":
         yield
         return

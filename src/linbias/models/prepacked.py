@@ -1,10 +1,8 @@
 """Linear layers whose weights lie in the order in which oneDNN multiplies them: `prepack`.
 
-oneDNN brings a weight into that order in every call, which for one token takes as long as the product. Kept so, it is
-read at the rate of memory, and bias and GELU are one step with the product. The layer's own weight stays where it was,
-for whoever saves, trains or inspects the model; if it is mapped from a file, as that of a safetensors folder is, its
-pages go back to the system, which reads them again when somebody asks. Only reading without gradients changes:
-training and `torch.compile` meet PyTorch's own layers. docs/kernels.md has the figures.
+oneDNN brings a weight into that order in every call, which for one token takes as long as the
+product. Kept so, it is read at the rate of memory, and bias and GELU are one step with the
+product. Training and `torch.compile` meet PyTorch's own layers. docs/kernels.md has the figures.
 """
 
 import ctypes
@@ -38,20 +36,21 @@ _MADV_PAGEOUT = 21  # of Linux 5.4; the module mmap does not name it
 
 
 def prepack(model: Model) -> Model:
-    """Keep the weights of a model's large linear layers in the order in which oneDNN multiplies, so that it reads faster.
+    """Keep the weights of large linear layers in the order in which oneDNN multiplies.
 
-    Call it last, on a model that is done changing: after `load`, after `fuse`, after adapters are merged. In bfloat16 a
-    prompt then takes a sixth less time on a Xeon with AMX, and a generated token no less (docs/kernels.md,
-    which also says how far `torch.compile` with frozen weights goes). Training, saving, and names of
-    weights are as before: the layers keep their own. A layer whose own weight changes afterwards reads that again.
+    Call it last: after `load`, after `fuse`, after adapters are merged. In bfloat16 a prompt then
+    takes a sixth less time on a Xeon with AMX, and a generated token no less (docs/kernels.md).
+    Training, saving, and names of weights are as before: the layers keep their own. A layer whose
+    own weight changes afterwards reads that again.
 
-    The memory is that of the weights once more, but not for weights that are mapped from a safetensors file, as after
-    loading a folder in its own type: the system takes their pages back. It takes two to four seconds for each GB.
+    The memory is that of the weights once more, but not for weights that are mapped from a
+    safetensors file, as after loading a folder in its own type: the system takes their pages back.
+    It takes two to four seconds for each GB.
 
     Args:
-        model: On the CPU, in float32, or in bfloat16 on processors that multiply it (AVX512-BF16); other layers, and
-            those with fewer than 262,144 weights or quantised ones, stay as they are, as do all where PyTorch was
-            built without oneDNN.
+        model: On the CPU, in float32, or in bfloat16 on processors that multiply it (AVX512-BF16);
+        other layers, and those with fewer than 262,144 weights or quantised ones, stay as they
+        are, as do all where PyTorch was built without oneDNN.
 
     Returns:
         The model, which is changed in place; `unfuse` undoes it.
@@ -62,13 +61,13 @@ def prepack(model: Model) -> Model:
     Example:
         >>> from transformers import BloomConfig, BloomForCausalLM
         >>> from linbias.models import fuse
-        >>> model = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_head=4, n_layer=1))
-        >>> model = prepack(fuse(model))
+        >>> config = BloomConfig(vocab_size=50, hidden_size=32, n_head=4, n_layer=1)
+        >>> model = prepack(fuse(BloomForCausalLM(config)))
 
     Note:
-        A change is seen by the next call, but for writes of a NumPy array that shares the weight's memory and, in
-        weights that are mapped from a file, of parts through `.data`: then call `prepack` again. It logs how many
-        layers it packed, and which not and why.
+        A change is seen by the next call, but for writes of a NumPy array that shares the weight's
+        memory and, in weights that are mapped from a file, of parts through `.data`: then call
+        `prepack` again. It logs how many layers it packed, and which not and why.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepack: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -101,7 +100,7 @@ def unpack(model: nn.Module) -> None:
 
 
 def linear_gelu(module: Any, input: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
-    """`gelu(module(input), approximate=approximate)`; in one step where the module is prepacked."""
+    """`gelu(module(input), approximate=approximate)`; one step where module is prepacked."""
     packed = _packed_of(vars(module).get("forward"))
     if packed is not None and not (
         module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook()
@@ -113,7 +112,7 @@ def linear_gelu(module: Any, input: Tensor, approximate: Literal["none", "tanh"]
 
 
 class Prepacked:
-    """One weight. Copies and pickles of it hold nothing: a copy of a model reads its own weights."""
+    """One weight. Copies and pickles of it hold nothing: a copy of a model reads its own."""
 
     weight: Tensor | None = None
 
@@ -143,11 +142,7 @@ def _large_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _why_not_packable(weight: Tensor) -> str | None:
-    """None if oneDNN multiplies it fast, and its changes are seen.
-
-    The weight lasts (that of `torch.nn.utils.weight_norm` does not) and is no tensor of a kind of its own, such as a
-    quantised one.
-    """
+    """None if oneDNN multiplies a weight fast, and its changes are seen."""
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return "PyTorch was built without oneDNN"
     if type(weight) is not nn.Parameter:
@@ -160,7 +155,7 @@ def _why_not_packable(weight: Tensor) -> str | None:
 
 
 def forward_name(module: nn.Module) -> str:
-    """Where a module keeps a forward of its own: accelerate's hooks stand before it and call another."""
+    """Where a module keeps a forward of its own: accelerate's hooks call another."""
     return "_old_forward" if "_old_forward" in vars(module) else "forward"
 
 
@@ -180,7 +175,7 @@ def _forward(module: nn.Linear, packed: Prepacked, input: Tensor) -> Tensor:
 
 
 def _parameters(module: nn.Module) -> tuple[Any, Tensor | None]:
-    """The weight and the bias, looked up faster than as attributes; None for a weight that is no parameter."""
+    """The weight and the bias, looked up faster than as attributes."""
     return module._parameters.get("weight"), module._parameters.get("bias")
 
 
@@ -197,7 +192,7 @@ def _multiply(
 
 
 def _is_plain(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether a call is one on the CPU in which neither autograd nor anything else of PyTorch takes part."""
+    """Whether a call is on the CPU, and neither autograd nor anything else takes part."""
     return (
         weight is not None
         and not torch.is_grad_enabled()
@@ -224,21 +219,15 @@ def _types() -> tuple[torch.dtype, ...]:
 def keep_freed_memory() -> None:
     """Have the C library keep memory that one step or layer frees for the next.
 
-    glibc gives larger arrays back to the system as soon as they are freed. Fetching them anew, page by page, took 6% of a
-    training step, and 20% of the time in which an encoder read 512 tokens. It stops doing so for arrays up to the
-    largest that was ever freed, 32 MiB at most: one of that size is. Elsewhere nothing happens.
-
-    Source:
-        mallopt(3), M_MMAP_THRESHOLD: the dynamic threshold.
+    glibc gives larger arrays back to the system when freed: fetching them anew took 6% of a
+    training step. It stops so for arrays up to the largest ever freed, 32 MiB at most (mallopt(3),
+    M_MMAP_THRESHOLD): one of that size is. Elsewhere nothing happens.
     """
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")  # whatever the default device is
 
 
 def give_back_pages(x: Tensor) -> None:
-    """Let the system drop the pages of an array that is mapped from a file; memory of the process stays as it is.
-
-    Advice that the system may refuse, as older ones do, which costs nothing but what it would have gained.
-    """
+    """Advise the system to drop the pages of an array that is mapped from a file."""
     if not sys.platform.startswith("linux") or not _is_mapped_from_a_file(x.data_ptr()):
         return
     start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

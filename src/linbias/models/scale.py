@@ -1,4 +1,4 @@
-"""A language model with other slopes, for a while: to see what scaling them does beyond the trained length."""
+"""A language model with other slopes, for a while: what does it do beyond the trained length?"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,15 +16,7 @@ from linbias.models.limits import stated_length
 def with_slopes(
     model: PreTrainedModel, slope_scale: SlopeScale, *, train_length: int | None = None
 ) -> Iterator[None]:
-    """Scale the slopes of a model within the block.
-
-    Args:
-        model: Causal, with ALiBi, as `load` gives it. It is as before after the block.
-        slope_scale: As in `linbias.models.fuse`.
-        train_length: For "interpolate"; None: what the configuration says, if it does.
-
-    Raises:
-        ValueError: The model has no slopes to scale, or an option breaks its rule.
+    """Scale the slopes of a causal model with ALiBi within the block, as `fuse` would.
 
     Example:
         >>> from linbias.models import LinbiasConfig, LinbiasForCausalLM
@@ -43,7 +35,8 @@ def with_slopes(
         raise ValueError(f"evaluate: train_length must be at least 1, got {train_length}")
     if slope_scale == "interpolate" and (train_length or stated_length(model.config)) is None:
         raise ValueError(
-            "evaluate: train_length must be given for slope_scale='interpolate', since the configuration does not say it"
+            "evaluate: train_length must be given for slope_scale='interpolate', "
+            "since the configuration does not say it"
         )
     kept: list[tuple[Any, str, Any]] = []
     for module in model.modules():
@@ -55,7 +48,8 @@ def with_slopes(
             module.fused_bias = replace(bias, slopes=bias.slopes.scaled(slope_scale, train_length))
     if not kept:
         raise ValueError(
-            f"evaluate: slope_scale must be left out for a {type(model).__name__}, which has no ALiBi that runs on linbias"
+            f"evaluate: slope_scale must be left out for a {type(model).__name__}, "
+            "which has no ALiBi that runs on linbias"
         )
     try:
         yield

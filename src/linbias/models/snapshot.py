@@ -1,7 +1,7 @@
 """Whether a weight still is what something was computed from.
 
-PyTorch's count of changes leaves out those of fused optimizers and those through `.data`. So a lazy copy is kept, which shares
-the memory of the weight until something asks to write there: the weight then gets other memory, whoever writes.
+PyTorch's count of changes leaves out those of fused optimizers and those through `.data`. So a
+lazy copy is kept, which shares the memory of the weight until something asks to write there.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from torch import Tensor
 class Snapshot:
     """A weight as it was. Copies and pickles hold nothing, and show no weight.
 
-    Memory that PyTorch did not allocate, such as that of a file, cannot be shared so: there some numbers are compared. Writers that
-    PyTorch does not know, such as a NumPy array that was made before, are noticed in neither.
+    Memory of a file cannot be shared so: there some numbers are compared. Writers that PyTorch
+    does not know, such as a NumPy array made before, are noticed in neither.
     """
 
     _kept: Tensor | None = None

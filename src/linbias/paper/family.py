@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linbias.models.family import own_family
+from linbias.models.families import own_family
 from linbias.paper.config import PaperConfig
 from linbias.paper.dictionary import Dictionary
 from linbias.paper.model import PaperForCausalLM, PaperModel

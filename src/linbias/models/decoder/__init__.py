@@ -1,1 +1,1 @@
-"""The project's own decoder: position methods, caches, padding and packing, and the models that are made of it."""
+"""The project's own decoder: position methods, caches, packing, and models."""

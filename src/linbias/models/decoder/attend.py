@@ -19,34 +19,19 @@ class Steps(NamedTuple):
 
 
 class How(NamedTuple):
-    """How the new tokens of a layer attend to the cached ones and to each other.
+    """How the new tokens of a layer attend to the cached ones and to each other."""
 
-    Attributes:
-        method: Of the model: a position method, or the bias of a fused model.
-        layout: Of the new tokens.
-        cache: Extended in place; None for no cache.
-        layer: Of the cache.
-        dropout: Probability that a weight is dropped; None while the model does not train.
-        keep: How many of the last queries attend; None means all.
-        steps: Of a `Stepped` method.
-    """
-
-    method: Position | LinearBias
+    method: Position | LinearBias  # a position method, or the bias of a fused model
     layout: TokenLayout
-    cache: Cache | None
-    layer: int
-    dropout: float | None
-    keep: int | None = None
-    steps: Steps | None = None
+    cache: Cache | None  # extended in place
+    layer: int  # of the cache
+    dropout: float | None  # None while the model does not train
+    keep: int | None = None  # how many of the last queries attend; None means all
+    steps: Steps | None = None  # of a `Stepped` method
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
-    """Let new tokens attend, with queries q [B, H, T, D], and k, v [B, G, T, D].
-
-    Returns:
-        What the queries gather, [B, keep, H * D], and their weights [B, H, keep, S] if the layout
-        asks for them.
-    """
+    """Return what the queries gather, [B, keep, H * D], and their weights, if asked for."""
     gathered, weights = _gather(q, k, v, how)
     if how.keep is not None:
         gathered = gathered[:, :, gathered.shape[2] - how.keep :]
@@ -116,8 +101,5 @@ def _gather_packed(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, T
 
 
 def _positions(lengths: Tensor | None) -> Tensor | None:
-    """[B, H, S], where the keys stand that came by steps [B, H, S, 1].
-
-    In float64, since far from 0 the nearest differ least.
-    """
+    """[B, H, S]: where keys stand; float64, since far from 0 the nearest differ least."""
     return None if lengths is None else lengths.squeeze(-1).double().cumsum(-1)

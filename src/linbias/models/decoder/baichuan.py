@@ -1,8 +1,7 @@
 """Baichuan-13B and Baichuan2-13B, from their own folders and without their code.
 
-A pre-norm decoder with ALiBi, RMS norms and a gated feed-forward part; modules are named as the original names its
-weights. `linbias.models.install()` makes it known to `AutoModelForCausalLM` under the `model_type` of the original,
-"baichuan". The models of 7B have rotary positions and are refused.
+A pre-norm decoder with ALiBi, RMS norms and a gated feed-forward part; modules are named as the
+original names its weights.
 """
 
 from typing import Any, ClassVar
@@ -23,27 +22,7 @@ _BAICHUAN2_VOCABULARY = 125_696
 
 
 class BaichuanConfig(fields.CheckedConfig):
-    """Describe a Baichuan model with ALiBi: the fields of the original config.json, and a few of ours.
-
-    Args:
-        vocab_size: Number of token ids.
-        hidden_size: Width of the residual stream, a multiple of num_attention_heads.
-        intermediate_size: Width inside the feed-forward part.
-        num_hidden_layers: Number of layers.
-        num_attention_heads: Heads H.
-        hidden_act: Activation in the feed-forward part.
-        model_max_length: Tokens per training sequence, from which slope_scale="interpolate" acts. No limit.
-        rms_norm_eps: Added to the mean square in every norm.
-        normalize_head: Divide each row of the output weights by its norm, as Baichuan2 does; nothing in its
-            config.json says so. None means: if vocab_size is that of Baichuan2, 125,696.
-        slope_scale: As in `LinbiasConfig`.
-        attention_implementation: As in `LinbiasConfig`.
-        initializer_range: Standard deviation of fresh weights.
-        use_cache: Keep keys and values for decoding when the model is not training.
-
-    Raises:
-        ValueError: A field breaks its rule, or the model has rotary positions.
-    """
+    """Describe a Baichuan model with ALiBi: the original's fields, and some of ours."""
 
     model_type = "baichuan"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
@@ -59,8 +38,9 @@ class BaichuanConfig(fields.CheckedConfig):
     num_hidden_layers: int = 40
     num_attention_heads: int = 40
     hidden_act: str = "silu"
-    model_max_length: int = 4096
+    model_max_length: int = 4096  # from which slope_scale="interpolate" acts, and no limit
     rms_norm_eps: float = 1e-6
+    # Divide each row of the output weights by its norm; None: if the vocabulary is Baichuan2's.
     normalize_head: bool | None = None
     slope_scale: str | float | None = None
     attention_implementation: str = "auto"
@@ -86,7 +66,7 @@ class BaichuanConfig(fields.CheckedConfig):
 
 
 _RULES = {
-    **{name: rule for name, rule in fields.SHARED.items() if name in BaichuanConfig.__annotations__},
+    **fields.shared_rules(BaichuanConfig),
     **dict.fromkeys(("intermediate_size", "model_max_length"), fields.COUNT),
     **dict.fromkeys(("rms_norm_eps", "initializer_range"), fields.POSITIVE),
     "hidden_act": fields.ACTIVATION,
@@ -98,8 +78,6 @@ _RULES = {
 
 
 class SelfAttention(decoder.SelfAttention):
-    """Attention whose queries, keys and values come from one product."""
-
     names = ("W_pack", "o_proj")
 
     def __init__(self, config: BaichuanConfig, layer_index: int) -> None:
@@ -124,8 +102,6 @@ class FeedForward(nn.Module):
 
 
 class DecoderBlock(decoder.DecoderBlock):
-    """Attention, then feed-forward, each behind an RMS norm."""
-
     names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
     def __init__(self, config: BaichuanConfig, layer_index: int) -> None:
@@ -138,21 +114,11 @@ class DecoderBlock(decoder.DecoderBlock):
 
 
 class BaichuanPreTrainedModel(decoder.DecoderPreTrainedModel):
-    """What the two models below share."""
-
     config_class = BaichuanConfig
 
 
 class BaichuanModel(decoder.Decoder, BaichuanPreTrainedModel):
-    """Turn token ids into hidden states, one per token.
-
-    Call, padding and cache are those of `decoder.Decoder`.
-
-    Example:
-        >>> config = BaichuanConfig(vocab_size=50, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
-        >>> BaichuanModel(config)(torch.tensor([[2, 5, 40]])).last_hidden_state.shape
-        torch.Size([1, 3, 32])
-    """
+    """Token ids to hidden states; call, padding and cache are those of `decoder.Decoder`."""
 
     def __init__(self, config: BaichuanConfig) -> None:
         super().__init__(config)
@@ -167,10 +133,7 @@ class BaichuanModel(decoder.Decoder, BaichuanPreTrainedModel):
 
 
 class NormHead(nn.Linear):
-    """Scores by direction alone: the product with weights whose rows have norm 1.
-
-    While the model does not train, the norms are computed once.
-    """
+    """The product with weights whose rows have norm 1; norms are kept while not training."""
 
     _kept: tuple[Snapshot, Tensor] | None = None
 
@@ -190,13 +153,7 @@ class NormHead(nn.Linear):
 
 
 class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
-    """Predict the next token. Call, loss and logits are those of `LinbiasForCausalLM`.
-
-    Example:
-        >>> config = BaichuanConfig(vocab_size=50, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
-        >>> BaichuanForCausalLM(config).generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4).shape
-        torch.Size([1, 7])
-    """
+    """Predict the next token. Call, loss and logits are those of `LinbiasForCausalLM`."""
 
     accepts_loss_kwargs = True
     forward = LinbiasForCausalLM.forward

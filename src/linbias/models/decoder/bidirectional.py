@@ -1,20 +1,17 @@
-"""The position methods of models that read in both directions: the ALiBi variants proposed for encoders, and those to compare with.
+"""The position methods of models that read in both directions: ALiBi variants, and others.
 
     symmetric     slopes m on both sides
     directional   half of the heads see earlier keys only, the other half later keys only
     asymmetric    learned slopes, those of the two sides apart; m to begin with
     random        fixed slopes sigmoid(N(-2, 1)), drawn for each head and side
-    littlebird    as asymmetric, and a learned bias between the first token and the others, whatever their distance
+    littlebird    as asymmetric, and a learned bias between the first token and the others
     window        as symmetric, and keys farther than `window` are hidden
 
-m is `linbias.slopes(H, slope_schedule)`; all layers share the slopes. Attention runs through `linbias.torch.attention`, so that far keys are not read.
-
-Sources: symmetric, directional, asymmetric and random: the discussion "Modifying ALiBi for Encoder-Attention or
-Cross-Attention" in the paper's repository. Its third option draws slopes as `random` does and calls them learned;
-as its code stands they are computed once and no optimizer sees them, so both readings are methods here. littlebird:
-Lee, Han and Shin, arXiv 2210.11870, bidirectional ALiBi: slopes beta before and gamma after the query, and alpha for
-pairs with the first token; the rest of that model (packing, blocks) is not taken. window: Beltagy, Peters and Cohan,
-arXiv 2004.05150, without its global tokens.
+Sources: the first four are of the discussion "Modifying ALiBi for Encoder-Attention or Cross-
+Attention" in the paper's repository. Its third option draws slopes as `random` does and calls them
+learned; no optimizer sees them, so both readings are methods here. littlebird: Lee, Han and Shin,
+arXiv 2210.11870, bidirectional ALiBi alone. window: Beltagy, Peters and Cohan, arXiv 2004.05150,
+without its global tokens.
 """
 
 import math
@@ -35,10 +32,7 @@ from linbias.variants import variant_slopes
 
 
 class Sloped(Biased):
-    """Subtract slope * distance from every score, with slopes for each side: what the ALiBi variants share.
-
-    A variant says what its slopes are: `sides`.
-    """
+    """Subtract slope * distance from every score, with slopes for each side: `sides`."""
 
     variant = "symmetric"
 
@@ -49,15 +43,15 @@ class Sloped(Biased):
         self._scale = ModelSlopes((), config.slope_scale, config.train_length)
 
     def sides(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the slopes towards earlier and later keys, [H] each, at least 0; inf hides a side."""
+        """Return the slopes towards earlier and later keys, [H] each; inf hides a side."""
         left, right = self._fixed
         return constant(left, dtype, device), constant(right, dtype, device)
 
     def reset(self) -> None:
-        """Fill parameters and buffers as those of a fresh model; called where weights were not loaded."""
+        """Fill in parameters and buffers of a fresh model, where weights were not loaded."""
 
     def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
-        """As of `Biased`: slopes scaled as the configuration asks, [H], or [B, H] where rows differ."""
+        """As of `Biased`: slopes scaled as configured, [H], or [B, H] where rows differ."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         scaled = (
             self._scale.apply_scale(side, num_keys, options.key_range)
@@ -73,7 +67,7 @@ class Directional(Sloped):
 
 
 class Asymmetric(Sloped):
-    """Learn the slopes of both sides: exp(log_left) and exp(log_right), [H] each, always positive."""
+    """Learn the slopes of both sides: exp(log_left) and exp(log_right), [H] each."""
 
     variant = "asymmetric"
 
@@ -92,7 +86,7 @@ class Asymmetric(Sloped):
 
 
 class RandomSlopes(Sloped):
-    """Draw the slopes of both sides once, sigmoid(N(-2, 1)) for each head; they are saved, and never trained."""
+    """Draw the slopes of both sides once, sigmoid(N(-2, 1)); they are saved, and never trained."""
 
     left: Tensor
     right: Tensor
@@ -113,11 +107,10 @@ class RandomSlopes(Sloped):
 
 
 class LittleBird(Asymmetric):
-    """Learn the slopes of both sides and, for each head, a bias -first between a row's first token and all others.
+    """Learn the slopes of both sides and a bias -first between a row's first token and all others.
 
-    The first token of a text, which tokenizers use to begin it, has no place in the text then: it gathers from all
-    tokens alike, and all see it alike. It falls into three calls, merged: the first key, which is one number for each
-    query; the other keys, near to far; and the other keys for the first query, which is without slopes.
+    The first token stands nowhere: three calls are merged, for the first key, for the other keys
+    near to far, and for the other keys of the first query, which is without slopes.
     """
 
     def __init__(self, config: PreTrainedConfig, causal: bool = False) -> None:
@@ -171,10 +164,9 @@ class LittleBird(Asymmetric):
 
 
 class LocalWindow(Sloped):
-    """Hide keys that are farther than `window` from the query, on either side, beside symmetric slopes.
+    """Hide keys that are farther than `window` from the query, beside symmetric slopes; T = S.
 
-    Queries run in blocks of `window`, each with the 3 * window keys around it, so that cost grows linearly with
-    length. The queries are those of the keys: T = S.
+    Queries run in blocks of `window`, each with the 3 * window keys around it: cost is linear.
     """
 
     def __init__(self, config: PreTrainedConfig, causal: bool = False) -> None:

@@ -1,13 +1,7 @@
 """A growing cache in which a step costs what is new, and which knows how large its keys are.
 
-Transformers' own growing cache copies all keys and values at every step: with 32,768 tokens, ten times the work
-of the near-to-far attention that follows. Here they lie in buffers with room for more. And near-to-far attention
-leaves far keys unread only if it knows a bound on their norms (`key_bound`), which costs a cache one pass over
-the new keys.
-
-A model calls `use_growing_layers` on the cache that it is given or makes, before the first layer updates it, and
-in each layer hands `key_bound(cache.layers[index])` to `linbias.torch.attention`. What tokens have beside keys and values lies in
-layers of its own (`keep_beside`). A layer that does not keep all keys is an `AttendingLayer`, which the model lets attend in its place.
+Transformers' own copies all keys and values at every step: with 32,768 tokens, ten times the work
+of the near-to-far attention that follows, which needs a bound on the norms of keys (`key_bound`).
 """
 
 from abc import abstractmethod
@@ -26,7 +20,7 @@ from linbias.models.decoder.layout import TokenLayout
 from linbias.torch import decoding
 from linbias.torch.decoding import FEW_QUERIES
 
-# What Transformers calls a cache in arguments and outputs of a model: `cache` since 5.24, before that `past_key_values`.
+# What Transformers calls a cache: `cache` since 5.24, before that `past_key_values`.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
@@ -48,7 +42,7 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class AttendingLayer(CacheLayerMixin):
-    """A layer that does not hand out its keys, since heads keep different ones, but attends itself."""
+    """A layer whose heads keep different keys: it hands out none, but attends itself."""
 
     @abstractmethod
     def attend(
@@ -60,18 +54,7 @@ class AttendingLayer(CacheLayerMixin):
         scale: float | None,
         layout: TokenLayout,
     ) -> Tensor:
-        """Append new tokens, and let their queries attend to what is kept.
-
-        Args:
-            q: [B, H, T, D].
-            k, v: [B, G, T, D], of the new tokens.
-            slopes: [H], float32 or wider.
-            scale: Factor on q . k; None is 1 / sqrt(D).
-            layout: Where the new tokens stand.
-
-        Returns:
-            [B, H, T, D].
-        """
+        """Append new tokens k, v [B, G, T, D]; return what their queries gather, [B, H, T, D]."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -89,9 +72,7 @@ class AttendingLayer(CacheLayerMixin):
 
 def attending_layer(cache: Cache | None, index: int) -> AttendingLayer | None:
     """The layer of a cache, where it attends itself."""
-    if cache is None or index >= len(cache.layers):
-        return None
-    layer = cache.layers[index]
+    layer = cache.layers[index] if cache is not None and index < len(cache.layers) else None
     return layer if isinstance(layer, AttendingLayer) else None
 
 
@@ -99,8 +80,8 @@ def attending_layer(cache: Cache | None, index: int) -> AttendingLayer | None:
 class _Buffers:
     """Keys and values [B, G, room, size], of which the first rows are in use.
 
-    Rows are written once, since somebody may hold a view of them. Copies of a layer share the buffers, and so the
-    count: the first copy that grows writes here, the others see that the next row is taken.
+    Rows are written once, since somebody may hold a view. Copies of a layer share the buffers: the
+    first copy that grows writes here, the others see that the next row is taken.
     """
 
     keys: Tensor
@@ -110,10 +91,7 @@ class _Buffers:
 
 @dataclass(eq=False)
 class _Last:
-    """Keys and values as an update left them, and how often PyTorch had counted a change of the keys by then.
-
-    A deep copy or a pickle of it is None: what is made so is counted anew, and might be changed until it has the same count.
-    """
+    """Keys and values as an update left them, and PyTorch's count of changes; copies are None."""
 
     keys: Tensor
     values: Tensor
@@ -126,18 +104,8 @@ class _Last:
 class GrowingLayer(DynamicLayer):
     """One layer's keys and values [B, G, S, size]: the first rows of buffers with room for more.
 
-    `keys` and `values` may be replaced at will, as Transformers does to reorder, select or crop: the next
-    `update` then starts new buffers, and `key_bound` looks at all keys again. A copy (`copy.copy`) goes its own
-    way from the next `update` on. With gradients enabled, and under `torch.compile`, the layer grows as
-    Transformers' own does, since autograd and graphs need tensors that nobody writes to.
-
-    Example:
-        >>> layer = GrowingLayer()
-        >>> with torch.no_grad():
-        ...     keys, values = layer.update(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8))
-        ...     keys, values = layer.update(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8))
-        >>> keys.shape
-        torch.Size([1, 2, 4, 8])
+    `keys` and `values` may be replaced at will, as Transformers does to reorder, select or crop.
+    With gradients, and under `torch.compile`, the layer grows as Transformers' own does.
     """
 
     keys: Tensor
@@ -153,11 +121,7 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append new tokens [B, G, T, D] and [B, G, T, E]; the other arguments are not used.
-
-        Returns:
-            All keys [B, G, S, D] and values [B, G, S, E], which stay whatever is appended later.
-        """
+        """Append new tokens; return all keys and values, which stay whatever is appended later."""
         if torch.compiler.is_compiling():
             self._buffers = self._last = None
             return super().update(key_states, value_states)
@@ -175,13 +139,7 @@ class GrowingLayer(DynamicLayer):
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None
     ) -> Tensor | None:
-        """Append a few new tokens, none of them padding, and attend to all in one step.
-
-        Arguments are those of `AttendingLayer.attend`; slopes may be [B, H] as well.
-
-        Returns:
-            [B, H, T, E]; or None, and nothing has changed, where it takes `update` and `attention`.
-        """
+        """Append a few tokens without padding and attend in one step; None where it cannot."""
         old, T = self.get_seq_length(), k.shape[2]
         self._forget_if_replaced()
         if self._bound is None or self._num_bounded != old or k.shape[0] != len(self._bound):
@@ -198,11 +156,7 @@ class GrowingLayer(DynamicLayer):
         return out
 
     def key_bound(self) -> Tensor | None:
-        """Return [B, G], float32 or wider: at least the norm of every key. None while there is no key.
-
-        Only keys that came since the last call are looked at, unless `keys` was replaced or, outside of inference
-        mode, written to in a way that PyTorch counts (not through `keys.data`).
-        """
+        """Return [B, G], at least the norm of every key; None while there is no key."""
         if not self.get_seq_length():
             return None
         self._forget_if_replaced()
@@ -237,7 +191,6 @@ class GrowingLayer(DynamicLayer):
         return buffers
 
     def _take(self, buffers: _Buffers, num_tokens: int) -> None:
-        """Hold the first tokens of buffers."""
         buffers.num_written = num_tokens
         self.keys = buffers.keys.narrow(2, 0, num_tokens)
         self.values = buffers.values.narrow(2, 0, num_tokens)
@@ -251,7 +204,7 @@ class GrowingLayer(DynamicLayer):
         if (last := self._last) is not None:
             same = self.keys is last.keys and self.values is last.values
             if same and last.keys.is_inference():
-                # Outside of inference mode nothing may be written there, and autograd would refuse the bound.
+                # Outside of inference mode autograd would refuse the bound.
                 same = torch.is_inference_mode_enabled()
             elif same:
                 same = last.keys._version == last.version
@@ -262,7 +215,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _with_room(kept: Tensor, old: int, added: Tensor, new: int) -> Tensor:
-    """A buffer for `new` tokens and a quarter more, which begins with the `old` ones that are kept."""
+    """A buffer for `new` tokens and more, which begins with the `old` ones that are kept."""
     B, G, _, size = added.shape
     buffer = added.new_empty(B, G, new + new // 4 + 64, size)
     if old:
@@ -271,11 +224,7 @@ def _with_room(kept: Tensor, old: int, added: Tensor, new: int) -> Tensor:
 
 
 def use_growing_layers(cache: Cache) -> None:
-    """Replace the empty layers of a cache that grow as Transformers' own do by `GrowingLayer`s.
-
-    All others stay, and those of a cache that moves its layers off the device (`offloading`), where
-    buffers would keep what is to leave.
-    """
+    """Make the empty layers of a cache that stays on the device `GrowingLayer`s."""
     if cache.offloading:
         return
     if cache.layer_class_to_replicate is DynamicLayer:
@@ -286,21 +235,10 @@ def use_growing_layers(cache: Cache) -> None:
 
 
 def keep_beside(cache: Cache, index: int, states: Tensor) -> Tensor:
-    """Append what new tokens have beside keys and values, and return that of all tokens.
+    """Append what new tokens have beside keys, [B, heads, T, size]; return that of all tokens.
 
     It is kept as the keys of a layer of its own, behind those of the model: whatever reorders,
     selects, crops or resets the cache does the same there.
-
-    Args:
-        cache: One that keeps all tokens, and holds keys already. It is given the layer.
-        index: Of the layer, at least the number of the model's.
-        states: [B, heads, T, size], any dtype.
-
-    Returns:
-        [B, heads, S, size], S as of the keys: a static cache has room behind the last token.
-
-    Raises:
-        ValueError: The cache moves its layers off the device.
     """
     if cache.offloading:
         raise ValueError(
@@ -316,22 +254,14 @@ def keep_beside(cache: Cache, index: int, states: Tensor) -> Tensor:
 
 
 def growing_layer(cache: Cache, index: int) -> GrowingLayer | None:
-    """The layer of a cache, where it has come to be a `GrowingLayer`, and no graph is made."""
+    """The layer of a cache, where it is a `GrowingLayer` by now, and no graph is made."""
     layer = cache.layers[index] if index < len(cache.layers) else None
     may_be_growing = type(layer) is GrowingLayer and not torch.compiler.is_compiling()
     return layer if may_be_growing else None
 
 
 def key_bound(layer: CacheLayerMixin) -> Tensor | None:
-    """Return a `key_bound` for `linbias.torch.attention`, if the layer can tell one without reading all keys.
-
-    Args:
-        layer: Of any cache, just updated.
-
-    Returns:
-        [B, G], or None: for layers that are no `GrowingLayer`, for one without keys, and under
-        `torch.compile`, where a count that changes would mean a graph for every step.
-    """
+    """A `key_bound` [B, G] for attention, if a layer has one, and no graph is made."""
     if torch.compiler.is_compiling() or not isinstance(layer, GrowingLayer):
         return None
     return layer.key_bound()

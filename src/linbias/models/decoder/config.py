@@ -1,4 +1,4 @@
-"""The settings of the project's own language models: flat, checked records, saved as config.json."""
+"""The settings of the project's own language models: checked records, saved as config.json."""
 
 from typing import Any, ClassVar
 
@@ -12,34 +12,34 @@ BLOCKS = ("sequential", "parallel", "parallel_fused")
 class LinbiasConfig(fields.CheckedConfig):
     """Describe a language model and how it learns the order of its tokens.
 
-    The defaults are the small byte-level model of `linbias extrapolate`. num_key_value_heads, head_size
-    and intermediate_size given as None are filled in.
+    The defaults are the small byte-level model of `linbias extrapolate`.
 
     Args:
         vocab_size: Number of token ids; 256 reads bytes.
-        hidden_size: Width of the residual stream; without head_size, a multiple of num_attention_heads.
+        hidden_size: Width of the residual stream.
         num_hidden_layers: Number of blocks.
         num_attention_heads: Query heads H.
         num_key_value_heads: Key/value heads G, of which H is a multiple. None means H, or 1
             (multi-query) where block is "parallel" or "parallel_fused".
-        head_size: Numbers per head, D. None means hidden_size // num_attention_heads.
+        head_size: Numbers per head, D. None means hidden_size / num_attention_heads.
         intermediate_size: Width inside the feed-forward part. None means 4 * hidden_size.
-        position: "alibi", "forget", "cable", "sinusoidal", "learned", "rotary", "t5" or "none"; see
-            `linbias.models.decoder.positions`.
-        encoder_position: None for a model that predicts the next token. A name makes one that reads in both directions
-            (`LinbiasForMaskedLM`) by this method instead of `position`: "symmetric", "directional", "asymmetric", "random",
-            "littlebird", "window", "sinusoidal", "learned", "rotary", "t5" or "none"; see `linbias.models.decoder.bidirectional`.
+        position: "alibi", "forget", "cable", "sinusoidal", "learned", "rotary", "t5" or "none";
+        see `linbias.models.decoder.positions`.
+        encoder_position: None for a model that predicts the next token. A name makes one that
+        reads in both directions (`LinbiasForMaskedLM`) by this method instead of `position`:
+            "symmetric", "directional", "asymmetric", "random", "littlebird", "window",
+            "sinusoidal", "learned", "rotary", "t5" or "none"; see
+            `linbias.models.decoder.bidirectional`.
         window: Distance from a query beyond which encoder_position "window" hides keys.
         block: "sequential" (attention, then feed-forward), "parallel" (both read the same normed
-            input), or "parallel_fused" (so, from one product, with SwiGLU, and RMS norms in all of
-            the model).
+            input), or "parallel_fused" (so, from one product, with SwiGLU and RMS norms).
         train_length: Tokens per training sequence: the rows of the learned table, and the length
             from which slope_scale="interpolate" acts.
         slope_schedule: ALiBi slopes, a name known to `linbias.slopes`.
-        slope_scale: Factor on the ALiBi slopes. None leaves them; a positive number multiplies
-            them; "interpolate" multiplies by train_length / S wherever a row has S > train_length
-            keys (arXiv 2310.13017). S is that of each call, so that cached decoding beyond train_length no longer equals one
-            forward over the whole text.
+        slope_scale: Factor on the ALiBi slopes; "interpolate" multiplies by train_length / S
+        wherever a row has S > train_length keys (arXiv 2310.13017). S is that of each call, so
+            that cached decoding beyond train_length no longer equals one forward over the whole
+            text.
         rotary_base: Ratio of the slowest rotary wavelength to the fastest.
         t5_num_buckets: Distances that the T5 bias tells apart; the nearer half exactly, the rest
             by logarithm.
@@ -49,8 +49,8 @@ class LinbiasConfig(fields.CheckedConfig):
         layer_norm_eps: Added to the variance in every layer norm.
         initializer_range: Standard deviation of fresh weights.
         tie_word_embeddings: Read the output weights from the token embedding.
-        attention_implementation: Name handed to `linbias.torch.attention`; only "alibi", "forget" and "cable" use it. Transformers' own
-            `attn_implementation` is not used.
+        attention_implementation: Name handed to `linbias.torch.attention`; only "alibi", "forget"
+        and "cable" use it. Transformers' own `attn_implementation` is not used.
         use_cache: Keep keys and values for decoding when the model is not training.
 
     Raises:
@@ -112,7 +112,6 @@ class LinbiasConfig(fields.CheckedConfig):
 
     @property
     def method(self) -> str:
-        """The name of the position method that the model uses."""
         return self.encoder_position or self.position
 
     def _fill(self, name: str, value: int) -> bool:
@@ -124,11 +123,11 @@ class LinbiasConfig(fields.CheckedConfig):
 
 
 class LinbiasSeq2SeqConfig(LinbiasConfig):
-    """Describe a sequence-to-sequence model: an encoder that reads in both directions, and a decoder that sees it.
+    """Describe an encoder that reads in both directions, and a decoder that sees it.
 
-    The arguments of `LinbiasConfig` mean the same here: `encoder_position` is the position method of the encoder,
-    `position` that of the decoder, and `num_hidden_layers` and all sizes are those of either. Cross-attention has
-    no positions. `block` stays "sequential".
+    The arguments of `LinbiasConfig` mean the same here: `encoder_position` is the position method
+    of the encoder, `position` that of the decoder, and all sizes are those of either.
+    Cross-attention has no positions. `block` stays "sequential".
 
     Args:
         decoder_layers: Number of the decoder's blocks. None means num_hidden_layers.

@@ -1,7 +1,8 @@
-"""What the decoders of all families share: everything but embedding, feed-forward parts, norms and their names.
+"""What the decoders of all families share: all but embedding, feed-forward parts, norms and names.
 
-A family's model is a `Decoder` with a few attributes of its own, its blocks are `DecoderBlock`s, and each has a
-`SelfAttention`; all of them name their modules as the family's weights are named. `linbias.py` and `paper.py` are families of our own; `baichuan.py` and `jais.py` read released models.
+A family's model is a `Decoder` of `DecoderBlock`s with a `SelfAttention` each, which name their
+modules as the family's weights are named: `linbias.py`, `baichuan.py`, `jais.py`,
+`paper/model.py`.
 """
 
 from dataclasses import replace
@@ -21,11 +22,7 @@ from linbias.models.decoder.positions import Position, Stepped
 
 
 class SelfAttention(nn.Module):
-    """Project to queries, keys and values, let the position method attend, project back.
-
-    A family makes the two modules of `names`: to queries, keys and values side by side, and back. One whose position
-    methods may be `Stepped` makes `gate` as well, by `make_gate`.
-    """
+    """Project to queries, keys and values, let the position method attend, project back."""
 
     names = ("qkv", "out")
     gate: nn.Module | None
@@ -48,23 +45,12 @@ class SelfAttention(nn.Module):
         projected = getattr(self, self.names[0])(hidden)
         if projected.shape[-1] != sum(self.widths):
             raise ValueError(
-                f"{type(self).__name__}: {self.names[0]} must give {sum(self.widths)} numbers, got "
-                f"{projected.shape[-1]}: queries, keys and values lie side by side, so that processes cannot share them "
-                "(linbias.torch.MultiheadAttention has a projection for each)"
+                f"{type(self).__name__}: {self.names[0]} must give {sum(self.widths)} numbers, "
+                f"got {projected.shape[-1]}: queries, keys and values lie side by side, so that "
+                "processes cannot share them (linbias.torch.MultiheadAttention has a projection "
+                "for each)"
             )
         return projected.split(self.widths, dim=-1)
-
-    def make_steps(self, hidden: Tensor, position: Position) -> Steps | None:
-        """The steps of new tokens, which go where keys go; None but for a `Stepped` method."""
-        if not isinstance(position, Stepped):
-            return None
-        assert self.gate is not None
-        lengths = position.steps(self.gate(hidden)).transpose(1, 2)[..., None]
-        return Steps(lengths=lengths, layer=self.index_beside)
-
-    def project_out(self, gathered: Tensor) -> Tensor:
-        """Return [B, T, hidden_size] for what the heads gathered, [B, T, H * D]."""
-        return getattr(self, self.names[1])(gathered)
 
     def forward(
         self,
@@ -74,12 +60,17 @@ class SelfAttention(nn.Module):
         keep: int,
         past_key_values: Cache | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [B, keep, hidden_size], what the last `keep` tokens gather, and weights or None."""
+        """Return what the last `keep` tokens gather, [B, keep, hidden_size], and weights."""
         q, k, v = (
             part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for part in self.project_in(hidden)
         )
         q, k = position.rotate(q, k, layout.positions)
+        steps = None
+        if isinstance(position, Stepped):
+            assert self.gate is not None
+            lengths = position.steps(self.gate(hidden)).transpose(1, 2)[..., None]
+            steps = Steps(lengths=lengths, layer=self.index_beside)
         how = How(
             method=position,
             layout=layout,
@@ -87,17 +78,16 @@ class SelfAttention(nn.Module):
             layer=self.layer_index,
             dropout=self.dropout if self.training else None,
             keep=keep,
-            steps=self.make_steps(hidden, position),
+            steps=steps,
         )
         gathered, weights = attend(q, k, v, how)
-        return self.project_out(gathered), weights
+        return getattr(self, self.names[1])(gathered), weights
 
 
 class DecoderBlock(GradientCheckpointingLayer):
-    """Add attention and feed-forward to the stream, one after the other or side by side; each reads it through a norm.
+    """Add attention and feed-forward to the stream, one after the other or side by side.
 
-    A family makes `dropout` and the four parts of `names`: the norm before attention, attention, the norm before
-    feed-forward (not used side by side, where both read the first), and feed-forward.
+    A family makes `dropout` and the four parts of `names`; side by side, both read the first norm.
     """
 
     names = ("norm", "attention", "feed_forward_norm", "feed_forward")
@@ -125,7 +115,7 @@ class DecoderBlock(GradientCheckpointingLayer):
 
 
 class DecoderPreTrainedModel(PreTrainedModel):
-    """What saving, sharding and gradient checkpointing need to know of the models of all families."""
+    """What saving, sharding and gradient checkpointing need to know of all families."""
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -137,23 +127,25 @@ class DecoderPreTrainedModel(PreTrainedModel):
         super().post_init()
         # Sharding takes it amiss if one of these is not there.
         there = {type(module).__name__ for module in self.modules()}
-        self._no_split_modules = there.intersection(self._no_split_modules)  # type: ignore[assignment,misc]
+        kept: Any = there.intersection(self._no_split_modules)
+        self._no_split_modules = kept  # type: ignore[misc]
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None, **given: Any) -> Tensor | None:
-        """Keep the mask [B, S]: with a static cache, `generate` would make one of [B, 1, T, S] that we do not read."""
+        """Keep the mask [B, S]: `generate` would make one of [B, 1, T, S] for a static cache."""
         return fill_room(attention_mask, given[CACHE])
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Refuse it in words: it would fail in a thread of its own, request by request."""
         raise ValueError(
-            f"{type(self).__name__}: generate_batch, which keeps keys in pages, is not built: generate takes padded prompts"
+            f"{type(self).__name__}: generate_batch, which keeps keys in pages, is not built: "
+            "generate takes padded prompts"
         )
 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """None for a cache that attends itself: `generate` would carry the numbers of all tokens along, which we count anyway."""
+        """None for a cache that attends itself: `generate` would carry all numbers along."""
         if attending_layer(model_kwargs.get(CACHE), 0) is not None:
             return None
         numbers: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
@@ -161,14 +153,10 @@ class DecoderPreTrainedModel(PreTrainedModel):
 
 
 class Decoder(DecoderPreTrainedModel):
-    """Turn token ids into hidden states, one per token.
+    """Turn token ids into hidden states, one per token; a family makes the modules below.
 
-    A family's constructor makes the modules below and ends with `self.post_init()`; its blocks are called as
-    `DecoderBlock`s are.
-
-    Padding is allowed on the left (for generation) and, where no more tokens follow, on the right (for
-    training); what the model says at padding tokens means nothing. Tokens are numbered from the first of
-    their row that is no padding, so a padded row and the same row alone give the same result.
+    Padding is allowed on the left and, where no more tokens follow, on the right. A padded row and
+    the same row alone give the same result; what the model says at padding means nothing.
     """
 
     embed_tokens: nn.Module
@@ -205,28 +193,19 @@ class Decoder(DecoderPreTrainedModel):
 
         Args:
             input_ids: [B, T] token ids.
-            attention_mask: [B, S], S = cached + T; zero marks padding. The tokens of a row that are
-                no padding stand together. None means no padding.
+            attention_mask: [B, S], S = cached + T; zero marks padding. The tokens of a row that
+                are no padding stand together. None means no padding.
             position_ids: [1 or B, T], the number of each token in its text. Numbers that start
                 anew mark several texts in one row, as `DataCollatorWithFlattening` packs them:
-                none sees another, and there is no cache. None: counted from each row's first
-                token.
+                none sees another, and there is no cache. None: counted from the first token.
             past_key_values: A growing or static cache of earlier tokens. It is extended in place.
             inputs_embeds: [B, T, hidden_size], what `embed_tokens` would return, in place of ids.
             use_cache: Make and return a cache. None means config.use_cache, but never while
                 training, nor for several texts in a row.
-            output_attentions: Return the attention weights of every block, [B, H, T, S] before
-                dropout, in memory that the attention itself does not need.
+            output_attentions: Return the weights of every block, [B, H, T, S] before dropout.
             output_hidden_states: Return the input of every block and the final output as well.
             keep: Return the states of the last so many tokens only, which saves work in the last
                 block; 0 means all.
-
-        Raises:
-            ValueError: Not exactly one kind of input, a cache for a model that reads in both
-                directions, a mask of the wrong shape or with gaps, position_ids of the wrong shape
-                or of several texts with a cache, or more tokens than a learned position table or a
-                static cache has room for.
-            IndexError: An id beyond the vocabulary.
         """
         name = type(self).__name__
         if (input_ids is None) == (inputs_embeds is None):
@@ -252,24 +231,22 @@ class Decoder(DecoderPreTrainedModel):
         )
         layout = replace(layout, need_weights=output_attentions)
         hidden = self.before_layers(embedded, layout.positions)
-        num_tokens = hidden.shape[1]
+        num_tokens, last = hidden.shape[1], self.layers[-1]
         states: tuple[Tensor, ...] = ()
         attentions: tuple[Tensor, ...] = ()
-        for index, layer in enumerate(self.layers, 1):
-            if output_hidden_states:
-                states += (hidden,)
-            kept = min(keep or num_tokens, num_tokens) if index == len(self.layers) else num_tokens
+        for layer in self.layers:
+            states += (hidden,) if output_hidden_states else ()
+            kept = min(keep or num_tokens, num_tokens) if layer is last else num_tokens
             hidden, weights = layer(
                 hidden, self.position, layout, kept, past_key_values=past_key_values
             )
-            if output_attentions:
-                attentions += (weights,)
+            attentions += (weights,) if output_attentions else ()
         hidden = self.after_layers(hidden)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             **{CACHE: past_key_values},
             hidden_states=(*states, hidden) if output_hidden_states else None,
-            attentions=attentions if output_attentions else None,
+            attentions=attentions or None,
         )
 
     def _read_mask(
@@ -281,38 +258,53 @@ class Decoder(DecoderPreTrainedModel):
         use_cache: bool,
     ) -> TokenLayout:
         """Where the new tokens stand, after those of a cache."""
-        name, cache = type(self).__name__, past_key_values
-        if cache is None:
-            how: Any = {"position_ids": position_ids, "has_cache": use_cache}
-            return read_attention_mask(name, attention_mask, embedded, 0, **how)
-        use_growing_layers(cache)
-        num_cached = cache.get_seq_length()
-        if cache.is_compileable and not torch.compiler.is_compiling():
+        name, cache, num_cached, has_room = type(self).__name__, past_key_values, 0, False
+        if cache is not None:
+            use_growing_layers(cache)
+            num_cached, has_room = cache.get_seq_length(), cache.is_compileable
+        if cache is not None and has_room and not torch.compiler.is_compiling():
             num_keys, room = int(num_cached) + embedded.shape[1], cache.layers[0].get_max_length()
             if num_keys > room:
                 raise ValueError(
                     f"{name}: past_key_values must have room for {num_keys} tokens, "
                     f"got a static cache of {room}"
                 )
-        how = {"position_ids": position_ids, "has_cache": True, "has_room": cache.is_compileable}
-        return read_attention_mask(name, attention_mask, embedded, num_cached, **how)
+        return read_attention_mask(
+            name,
+            attention_mask,
+            embedded,
+            num_cached,
+            position_ids=position_ids,
+            has_cache=use_cache or cache is not None,
+            has_room=has_room,
+        )
 
 
 def asked(
     config: PreTrainedConfig, attentions: bool | None, hidden_states: bool | None
 ) -> tuple[bool, bool]:
-    """Whether a call wants attention weights and hidden states; None means what the configuration says."""
+    """Whether a call wants weights and hidden states; None: what the configuration says."""
     return (
         config.output_attentions if attentions is None else attentions,
         config.output_hidden_states if hidden_states is None else hidden_states,
     )
 
 
-def score(model: Any, hidden: Tensor, labels: Tensor | None, **how: Any) -> dict[str, Any]:
-    """The logits of `model.lm_head` in at least float32, and where there are labels the loss of the model's task."""
-    logits = model.lm_head(hidden)
+def predict(
+    model: Any, labels: Tensor | None, how: dict[str, Any], keep: int = 0, **inputs: Any
+) -> dict[str, Any]:
+    """What a model with a head returns: loss, logits of the last `keep` tokens, and what its body
+    does.
+
+    Logits are at least float32; `how` goes to the loss function; `keep` = 0 means all.
+    """
+    wanted = asked(model.config, inputs["output_attentions"], inputs["output_hidden_states"])
+    if keep and not any(wanted):  # which come for all tokens
+        inputs["keep"] = keep
+    outputs = dict(model.model(**inputs, return_dict=True).items())
+    logits = model.lm_head(outputs.pop("last_hidden_state")[:, -keep:])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = None
     if labels is not None:
         loss = model.loss_function(logits, labels, vocab_size=model.config.vocab_size, **how)
-    return {"loss": loss, "logits": logits}
+    return {"loss": loss, "logits": logits, **outputs}

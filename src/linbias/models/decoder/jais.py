@@ -1,8 +1,8 @@
-"""JAIS and BTLM: GPT-2 with ALiBi, a gated feed-forward part and the scales of muP, without the code of their folders.
+"""JAIS: GPT-2 with ALiBi, a gated feed-forward part and the scales of muP, without the code of its
+folders.
 
-Written from what is public about them: configurations, names of weights, what other libraries compute. There was no
-original code to run and compare with. Modules are named as the original names its weights, and the slopes are those
-that lie among the weights.
+Written from what is public: configurations, names of weights, and the logits of llama.cpp. Modules
+are named as the original names its weights, and the slopes are those that lie among the weights.
 """
 
 from collections.abc import Callable
@@ -23,35 +23,7 @@ from linbias.schedules import slopes
 
 
 class JaisConfig(fields.CheckedConfig):
-    """Describe a JAIS model, in the fields of the original config.json that matter and one of ours.
-
-    Args:
-        vocab_size: Number of token ids.
-        n_embd: Width of the residual stream, a multiple of n_head.
-        n_layer: Number of layers.
-        n_head: Heads H.
-        n_inner: Width inside the feed-forward part; None means 4 * n_embd.
-        n_positions: Tokens per training sequence. No limit.
-        activation_function: "swiglu", or the name of an activation without a gate.
-        layer_norm_epsilon: Added to the variance in every layer norm.
-        initializer_range: Standard deviation of fresh weights.
-        position_embedding_type: "alibi".
-        mup_embeddings_scale: Factor on the embedded tokens.
-        mup_output_alpha: Its product with mup_width_scale is the factor on the logits.
-        mup_width_scale: See mup_output_alpha.
-        mup_scale_qk_dot_by_d: Whether q . k is divided by D, as muP asks, or by sqrt(D).
-        alibi_scaling: None, or how slopes shrink: {"factor": f} divides them by f, {"train_seq_len": n} by S / n
-            wherever a row has S > n keys (arXiv 2310.13017).
-        embd_pdrop: Dropout on the embedded tokens.
-        resid_pdrop: Dropout on what each layer adds.
-        attn_pdrop: Dropout on the attention weights.
-        attention_implementation: As in `LinbiasConfig`.
-        use_cache: Keep keys and values for decoding when the model is not training.
-        tie_word_embeddings: Read the output weights from the token embedding.
-
-    Raises:
-        ValueError: A field breaks its rule; the message names the field, the rule and the value.
-    """
+    """Describe a JAIS model, in the fields of the original config.json that matter."""
 
     model_type = "jais"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
@@ -70,16 +42,17 @@ class JaisConfig(fields.CheckedConfig):
     n_embd: int = 5120
     n_layer: int = 40
     n_head: int = 40
-    n_inner: int | None = None
+    n_inner: int | None = None  # 4 * n_embd
     n_positions: int = 2048
-    activation_function: str = "swiglu"
+    activation_function: str = "swiglu"  # or the name of an activation without a gate
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
     position_embedding_type: str = "alibi"
     mup_embeddings_scale: float = 1.0
-    mup_output_alpha: float = 1.0
+    mup_output_alpha: float = 1.0  # its product with mup_width_scale is the factor on the logits
     mup_width_scale: float = 1.0
-    mup_scale_qk_dot_by_d: bool = False
+    mup_scale_qk_dot_by_d: bool = False  # else by sqrt(D)
+    # {"factor": f} divides slopes by f, {"train_seq_len": n} by S / n where a row has S > n keys.
     alibi_scaling: dict[str, Any] | None = None
     embd_pdrop: float = 0.0
     resid_pdrop: float = 0.0
@@ -89,7 +62,7 @@ class JaisConfig(fields.CheckedConfig):
     tie_word_embeddings: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # The first models name these otherwise; their width_scale is the whole factor on the logits.
+        # The first models name these otherwise; their width_scale is all of the factor.
         for name, older in _OLDER_NAMES.items():
             if older in kwargs:
                 setattr(self, name, kwargs.pop(older))
@@ -101,12 +74,6 @@ class JaisConfig(fields.CheckedConfig):
                     f"{type(self).__name__}: {name} must be {value}, got {kwargs[name]!r}"
                 )
         super().__post_init__(**kwargs)
-
-
-class BtlmConfig(JaisConfig):
-    """Describe a BTLM model: as `JaisConfig`."""
-
-    model_type = "btlm"
 
 
 _NOT_BUILT = {
@@ -130,7 +97,7 @@ def _is_scaling(value: object) -> bool:
 
 
 _RULES = {
-    **{name: rule for name, rule in fields.SHARED.items() if name in JaisConfig.__annotations__},
+    **fields.shared_rules(JaisConfig),
     **dict.fromkeys(("n_embd", "n_layer", "n_head", "n_positions"), fields.COUNT),
     "n_inner": fields.optional(fields.COUNT),
     "activation_function": fields.Rule(
@@ -152,8 +119,6 @@ _RULES = {
 
 
 class StoredSlopes(Biased):
-    """ALiBi with the slopes that lie among the weights."""
-
     def __init__(self, config: JaisConfig) -> None:
         super().__init__(config)
         values = torch.tensor(slopes(config.n_head), dtype=torch.float32)
@@ -162,7 +127,7 @@ class StoredSlopes(Biased):
         self._scaling = _scaling(config.alibi_scaling or {})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredSlopes":
-        """Move to another device with the model, but stay in float32 where it goes to 16 bits, which round slopes."""
+        """Move to another device with the model, but stay in float32 where it goes to 16 bits."""
         before = self.slopes.data
         super()._apply(fn, recurse)
         if self.slopes.itemsize < 4:
@@ -176,7 +141,7 @@ class StoredSlopes(Biased):
 
 
 def _scaling(asked: dict[str, Any]) -> ModelSlopes:
-    """What `alibi_scaling` asks for, in the words of our own models; the slopes themselves are stored elsewhere."""
+    """What `alibi_scaling` asks for; the slopes themselves are stored elsewhere."""
     if asked.get("factor") is not None:
         return ModelSlopes((), 1.0 / asked["factor"])
     if asked.get("train_seq_len") is not None:
@@ -185,8 +150,6 @@ def _scaling(asked: dict[str, Any]) -> ModelSlopes:
 
 
 class SelfAttention(decoder.SelfAttention):
-    """Attention whose queries, keys and values come from one product."""
-
     names = ("c_attn", "c_proj")
 
     def __init__(self, config: JaisConfig, layer_index: int) -> None:
@@ -215,8 +178,6 @@ class FeedForward(nn.Module):
 
 
 class DecoderBlock(decoder.DecoderBlock):
-    """Attention, then feed-forward, each behind a layer norm."""
-
     names = ("ln_1", "attn", "ln_2", "mlp")
 
     def __init__(self, config: JaisConfig, layer_index: int) -> None:
@@ -229,8 +190,6 @@ class DecoderBlock(decoder.DecoderBlock):
 
 
 class JaisPreTrainedModel(decoder.DecoderPreTrainedModel):
-    """What the two models below share."""
-
     config_class = JaisConfig
     base_model_prefix = "transformer"
     _input_embed_layer = "wte"
@@ -239,15 +198,7 @@ class JaisPreTrainedModel(decoder.DecoderPreTrainedModel):
 
 
 class JaisModel(decoder.Decoder, JaisPreTrainedModel):
-    """Turn token ids into hidden states, one per token.
-
-    Call, padding and cache are those of `decoder.Decoder`; the parts have the names of the original.
-
-    Example:
-        >>> config = JaisConfig(vocab_size=50, n_embd=32, n_head=2, n_layer=1)
-        >>> JaisModel(config)(torch.tensor([[2, 5, 40]])).last_hidden_state.shape
-        torch.Size([1, 3, 32])
-    """
+    """Token ids to hidden states; call, padding and cache are those of `decoder.Decoder`."""
 
     embed_tokens = property(lambda self: self.wte)
     position = property(lambda self: self.relative_pe)
@@ -268,8 +219,6 @@ class JaisModel(decoder.Decoder, JaisPreTrainedModel):
 
 
 class ScaledLinear(nn.Linear):
-    """A linear layer without bias, times a factor."""
-
     def __init__(self, size: int, out: int, factor: float) -> None:
         super().__init__(size, out, bias=False)
         self.factor = factor
@@ -279,13 +228,7 @@ class ScaledLinear(nn.Linear):
 
 
 class JaisForCausalLM(JaisPreTrainedModel, GenerationMixin):
-    """Predict the next token. Call, loss and logits are those of `LinbiasForCausalLM`.
-
-    Example:
-        >>> config = JaisConfig(vocab_size=50, n_embd=32, n_head=2, n_layer=1)
-        >>> JaisForCausalLM(config).generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4).shape
-        torch.Size([1, 7])
-    """
+    """Predict the next token. Call, loss and logits are those of `LinbiasForCausalLM`."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "transformer.wte.weight"}
     accepts_loss_kwargs = True
@@ -298,15 +241,3 @@ class JaisForCausalLM(JaisPreTrainedModel, GenerationMixin):
         factor = config.mup_output_alpha * config.mup_width_scale
         self.lm_head = ScaledLinear(config.n_embd, config.vocab_size, factor)
         self.post_init()
-
-
-class BtlmModel(JaisModel):
-    """As `JaisModel`."""
-
-    config_class = BtlmConfig
-
-
-class BtlmForCausalLM(JaisForCausalLM):
-    """As `JaisForCausalLM`."""
-
-    config_class = BtlmConfig

@@ -1,9 +1,7 @@
 """Where tokens stand: `attention_mask` and `position_ids` as arguments of attention.
 
-A batch of texts of unequal length is filled up with padding tokens, before each text (for
-generation) or after it (for training), and `attention_mask` tells them apart. Every key keeps its
-place in the padded row: the key range hides the padding, and `query_start` says where in the row
-the new tokens stand. T = 5 tokens, none cached:
+Every key keeps its place in the padded row: the key range hides the padding, and `query_start`
+says where in the row the new tokens stand. T = 5 tokens, none cached:
 
     attention_mask    key_range    query_start    positions
     1 1 1 1 1         [0, 5]       0              0 1 2 3 4
@@ -28,27 +26,15 @@ from linbias.torch.share import share_here
 class TokenLayout:
     """Where the new tokens of a batch stand, and which keys they may see.
 
-    The layers of all families are given one, fused models of Transformers in the place of their
-    mask. It is no tensor: a layer that takes it for one stops with an error.
-
-    Attributes:
-        positions: [1 or B, T], int64: the number of each new token in its own text, for methods
-            that add or rotate by position. It is 0 for the first token that is no padding, so that
-            a padded row and the same row alone give the same result. Padding repeats the nearest
-            one's.
-        key_range: [B, 2] or None, as of `linbias.torch.attention`; None where every key is a
-            token.
-        query_start: [B] or None, likewise.
-        packing: The texts of each row, where rows hold several; then the two before are None.
-        is_token: [B, S], False at padding; None where every key is a token, and in packed rows.
-        need_weights: Whether attention returns its weights as well.
+    It is no tensor, though fused models are given it in the place of their mask: a layer that
+    takes it for one stops with an error.
     """
 
-    positions: Tensor
-    key_range: Tensor | None = None
-    query_start: Tensor | None = None
-    packing: Packing | None = None
-    is_token: Tensor | None = None
+    positions: Tensor  # [1 or B, T], of each in its text; padding repeats the nearest one's
+    key_range: Tensor | None = None  # [B, 2]; None where every key is a token
+    query_start: Tensor | None = None  # [B], likewise
+    packing: Packing | None = None  # of rows that hold several texts
+    is_token: Tensor | None = None  # [B, S]; None where every key is a token, and in packed rows
     need_weights: bool = False
     ndim: ClassVar[int] = 0  # models look whether a mask has two or four axes: neither
 
@@ -66,14 +52,7 @@ class TokenLayout:
         return replace(self, positions=self.positions[:, skipped:], query_start=start)
 
     def pack(self, x: Tensor) -> Tensor:
-        """Leave padding out, for layers that work token by token: [N, ...] of x [B, T, ...].
-
-            is_token    1 1 1 0 0        tokens    a b c d e f g h
-                        1 1 1 1 1
-
-        Without padding x stays as it is; and under `torch.compile` and `torch.export`, where the number of tokens
-        would be a number of the graph.
-        """
+        """Leave padding out: [N, ...] of x [B, T, ...]; but not in graphs, nor without padding."""
         return x if self._kept is None else x[self._kept]
 
     def unpack(self, x: Tensor) -> Tensor:
@@ -89,10 +68,7 @@ class TokenLayout:
         return None if torch.compiler.is_compiling() else self.is_token
 
     def to(self, *args: Any, **kwargs: Any) -> "TokenLayout":
-        """On another device, where one is named: a model that lies on several moves what its layers are given.
-
-        A dtype means nothing here: MPT asks for bool.
-        """
+        """On another device, where one is named; a dtype, which MPT asks for, means nothing."""
         device = kwargs.get("device", args[0] if args else None)
         if device is None or isinstance(device, torch.dtype):
             return self
@@ -126,43 +102,26 @@ def read_attention_mask(
     has_cache: bool = False,
     has_room: bool = False,
 ) -> TokenLayout:
-    """Turn an attention mask into positions, key_range and query_start.
+    """Turn an attention mask [B, S], S = num_cached + T, into positions, ranges and query_start.
 
-    The tokens of each row must stand together: padding may come before them, after them, or both. A row of
-    padding alone has an empty range. Where nothing is padded, key_range and query_start are None, which lets
-    every method take its fast path.
-
-    Without a cache, position numbers that start anew within a row mark several texts, which then do not see
-    each other. With one, the numbers only say where the new tokens stand.
-
-    Under `torch.compile` and `torch.export` no values of the mask are read, so that the graph stays whole: ranges are
-    then given even where nothing is padded, and a row with gaps is a RuntimeError of the compiled program.
+    The tokens of each row must stand together; a row of padding alone has an empty range. Where
+    nothing is padded, ranges and starts are None, the fast path. Without a cache, numbers that
+    start anew within a row mark several texts. In graphs no values are read: ranges are always
+    given, and a row with gaps is a RuntimeError of the compiled program.
 
     Args:
         caller: Whom errors name.
-        attention_mask: [B, S], S = num_cached + T, any dtype; 0 marks padding. None: no padding.
+        attention_mask: Any dtype; 0 marks padding. None: no padding.
         new_tokens: [B, T, ...], ids or embeddings; only shape and device are used.
         num_cached: Number of earlier tokens, which a cache holds.
-        position_ids: [1 or B, T], integers: the number of each new token in its text. None: as
-            `TokenLayout.positions`.
+        position_ids: [1 or B, T], integers: the number of each new token in its text, or None.
         has_cache: Whether a cache holds the tokens, or shall hold them.
         has_room: Whether it holds more keys than tokens, as a static one does.
-
-    Returns:
-        The TokenLayout of the batch.
-
-    Raises:
-        ValueError: The mask has another shape, or gaps; the message names the first row that has one. Or
-            position_ids has another shape, marks several texts in a row although there is a cache, or is given while
-            a model is exported.
 
     Example:
         >>> ids = torch.tensor([[7, 7, 5, 6]])
         >>> read_attention_mask("model", torch.tensor([[0, 0, 1, 1]]), ids, num_cached=0).key_range
         tensor([[2, 4]])
-        >>> packed = torch.tensor([[0, 1, 0, 1]])
-        >>> read_attention_mask("model", None, ids, 0, position_ids=packed).packing.groups[0].lengths
-        tensor([2, 2])
     """
     B, T = new_tokens.shape[:2]
     if not torch.compiler.is_compiling():
@@ -176,7 +135,8 @@ def read_attention_mask(
         return layout
     if position_ids.shape not in ((1, T), (B, T)):
         raise ValueError(
-            f"{caller}: position_ids must have shape [1, T] or [B, T] = {[B, T]}, got {list(position_ids.shape)}"
+            f"{caller}: position_ids must have shape [1, T] or [B, T] = {[B, T]}, got "
+            f"{list(position_ids.shape)}"
         )
     layout = replace(layout, positions=position_ids.long())
     if torch.compiler.is_compiling():
@@ -184,7 +144,8 @@ def read_attention_mask(
             return layout
         if torch.compiler.is_exporting():
             raise ValueError(
-                f"{caller}: position_ids must be None while a model is exported: their values cannot be read"
+                f"{caller}: position_ids must be None while a model is exported: "
+                "their values cannot be read"
             )
     new = None if layout.is_token is None else layout.is_token[:, -T:]
     packing = None if T < 2 else find_packing(position_ids.expand(B, T), new)
@@ -192,8 +153,8 @@ def read_attention_mask(
         return layout
     if has_cache:
         raise ValueError(
-            f"{caller}: position_ids must count on from token to token where there is a cache, got several texts "
-            "in a row (use_cache=False reads them)"
+            f"{caller}: position_ids must count on from token to token where there is a cache, "
+            "got several texts in a row (use_cache=False reads them)"
         )
     return TokenLayout(layout.positions, packing=packing)
 

@@ -1,7 +1,6 @@
 """The project's own language model: a pre-norm transformer with a choice of positions.
 
-Read from the bottom up to follow a token: `LinbiasForCausalLM` or, where later tokens are seen as well,
-`LinbiasForMaskedLM` (logits and loss) calls `LinbiasModel` (embedding, blocks, final norm; its forward is `decoder.Decoder.forward`), which calls
+Read from the bottom up to follow a token: a model with a head calls `LinbiasModel`, which calls
 `DecoderBlock`s, which call `SelfAttention` and `FeedForward` (or `FusedBlock`s, which do both).
 """
 
@@ -15,19 +14,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
 from linbias.models.decoder import bidirectional, decoder
-from linbias.models.decoder.cache import CACHE, takes_cache
+from linbias.models.decoder.cache import takes_cache
 from linbias.models.decoder.config import ENCODER_POSITIONS, LinbiasConfig
 from linbias.models.decoder.positions import make_gate, make_position
 
 
 class SelfAttention(decoder.SelfAttention):
-    """Attention whose queries, keys and values come from one product, and may share key/value heads.
-
-    Args:
-        config: Of the model.
-        layer_index: Of the layer, from 0.
-        method: The name of the position method; None means that of the configuration.
-    """
+    """Queries, keys and values come from one product; method None is the configuration's."""
 
     def __init__(self, config: LinbiasConfig, layer_index: int, method: str | None = None) -> None:
         super().__init__(config, layer_index)
@@ -48,8 +41,6 @@ class FeedForward(nn.Sequential):
 
 
 class DecoderBlock(decoder.DecoderBlock):
-    """Attention and feed-forward, one after the other or side by side."""
-
     def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
         super().__init__()
         self.parallel = config.block == "parallel"
@@ -62,7 +53,7 @@ class DecoderBlock(decoder.DecoderBlock):
 
 
 class SplitGate(nn.Module):
-    """What is left of a gate whose product is made already: [..., H] where it lies, and the bias, if it has one."""
+    """What is left of a gate whose product [..., H] is made already: where it lies, and bias."""
 
     def __init__(self, gate: nn.Linear, first: int) -> None:
         super().__init__()
@@ -70,7 +61,6 @@ class SplitGate(nn.Module):
         self.bias = gate.bias
 
     def reset(self) -> None:
-        """Fill in the bias of a fresh model."""
         if self.bias is not None:
             init.zeros_(self.bias)
 
@@ -80,7 +70,7 @@ class SplitGate(nn.Module):
 
 
 class SplitAttention(decoder.SelfAttention):
-    """Attention over queries, keys, values and gates that lie side by side, before what else there is."""
+    """Attention over queries, keys, values and gates that lie side by side."""
 
     def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
         super().__init__(config, layer_index)
@@ -127,8 +117,6 @@ class FusedBlock(decoder.DecoderBlock):
 
 
 class LinbiasPreTrainedModel(decoder.DecoderPreTrainedModel):
-    """What the two models below share."""
-
     config_class = LinbiasConfig
     _no_split_modules: ClassVar[list[str]] = ["DecoderBlock", "FusedBlock"]
     # What slopes are made of: in 16 bits they would not be those of training.
@@ -144,15 +132,7 @@ class LinbiasPreTrainedModel(decoder.DecoderPreTrainedModel):
 
 
 class LinbiasModel(decoder.Decoder, LinbiasPreTrainedModel):
-    """Turn token ids into hidden states, one per token: embedding, blocks, final norm.
-
-    Call, padding and cache are those of `decoder.Decoder`.
-
-    Example:
-        >>> model = LinbiasModel(LinbiasConfig(hidden_size=32, num_attention_heads=2))
-        >>> model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
-        torch.Size([1, 3, 32])
-    """
+    """Token ids to hidden states; call, padding and cache are those of `decoder.Decoder`."""
 
     def __init__(self, config: LinbiasConfig) -> None:
         super().__init__(config)
@@ -233,9 +213,12 @@ class LinbiasForCausalLM(_WithHead, GenerationMixin):
             num_items_in_batch: Divide the summed loss by this instead of the number of scored
                 tokens, so that the parts of a larger batch add up to its mean.
         """
-        is_whole = any(decoder.asked(self.config, output_attentions, output_hidden_states))
-        outputs = self.model(
-            input_ids,
+        outputs = decoder.predict(
+            self,
+            labels,
+            {"num_items_in_batch": num_items_in_batch},
+            keep=logits_to_keep,
+            input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
@@ -243,26 +226,20 @@ class LinbiasForCausalLM(_WithHead, GenerationMixin):
             use_cache=use_cache,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
-            keep=0 if is_whole else logits_to_keep,
-            return_dict=True,
         )
-        hidden = outputs.last_hidden_state[:, -logits_to_keep:]
-        return CausalLMOutputWithPast(
-            **decoder.score(self, hidden, labels, num_items_in_batch=num_items_in_batch),
-            **{CACHE: getattr(outputs, CACHE)},
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return CausalLMOutputWithPast(**outputs)
 
 
 class LinbiasForMaskedLM(_WithHead):
-    """Predict masked tokens from those on both sides: `LinbiasModel`, then a linear layer tied to the embedding.
+    """Predict masked tokens from those on both sides.
 
-    As `LinbiasForCausalLM`, but that it generates nothing; `DataCollatorForLanguageModeling` makes its batches, and
-    `config.encoder_position` names its position method.
+    As `LinbiasForCausalLM`, but that it generates nothing; `DataCollatorForLanguageModeling` makes
+    its batches, and `config.encoder_position` names its position method.
 
     Example:
-        >>> config = LinbiasConfig(hidden_size=32, num_attention_heads=2, encoder_position="symmetric")
+        >>> config = LinbiasConfig(
+        ...     hidden_size=32, num_attention_heads=2, encoder_position="symmetric"
+        ... )
         >>> LinbiasForMaskedLM(config)(torch.tensor([[1, 2, 3]])).logits.shape
         torch.Size([1, 3, 256])
     """
@@ -270,7 +247,8 @@ class LinbiasForMaskedLM(_WithHead):
     def __init__(self, config: LinbiasConfig) -> None:
         if config.encoder_position is None:
             raise ValueError(
-                f"LinbiasForMaskedLM: encoder_position must be one of {ENCODER_POSITIONS}, got None"
+                "LinbiasForMaskedLM: encoder_position must be one of "
+                f"{ENCODER_POSITIONS}, got None"
             )
         super().__init__(config)
 
@@ -289,25 +267,20 @@ class LinbiasForMaskedLM(_WithHead):
     ) -> MaskedLMOutput:
         """Return logits in at least float32, and with labels the mean loss in nats.
 
-        Arguments not listed here are those of `decoder.Decoder.forward`.
+        Arguments not listed here are those of `LinbiasForCausalLM.forward`.
 
         Args:
             labels: [B, T]; the logits at token t are scored on labels[:, t]. -100 is not scored.
-            token_type_ids: Not used; some tokenizers make them.
-            num_items_in_batch: As for `LinbiasForCausalLM`.
         """
-        outputs = self.model(
-            input_ids,
+        outputs = decoder.predict(
+            self,
+            labels,
+            {"num_items_in_batch": num_items_in_batch},
+            input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
-            return_dict=True,
         )
-        hidden = outputs.last_hidden_state
-        return MaskedLMOutput(
-            **decoder.score(self, hidden, labels, num_items_in_batch=num_items_in_batch),
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return MaskedLMOutput(**outputs)

@@ -1,9 +1,9 @@
 """Packed rows: several texts end to end in one row, told apart by their position numbers.
 
-`DataCollatorWithFlattening` fills a batch without padding: the numbers start anew where a text does. Each text must
-be attended to alone, so texts of about the same length run as one batch, padded behind:
+Each text must be attended to alone, so texts of about the same length run as one batch, padded
+behind:
 
-    position_ids    0 1 2 0 1 0 1 2 3     three texts: rows 0-2, 3-4 and 5-8 of the flattened batch
+    position_ids    0 1 2 0 1 0 1 2 3     rows 0-2, 3-4 and 5-8 of the flattened batch
 """
 
 from collections import defaultdict
@@ -12,21 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Lengths up to the same multiple of it share a batch: a batch of its own costs more than some padding.
+# Lengths up to the same multiple of it share a batch, which costs less than one for each.
 _GRAIN = 64
 
 
 class Group(NamedTuple):
-    """Texts that run as one batch.
-
-    Attributes:
-        rows: [texts, longest], int64: the tokens of each text as rows of the flattened batch [B * T]. A shorter text
-            repeats its last token.
-        lengths: [texts], int64: its tokens.
-    """
-
-    rows: Tensor
-    lengths: Tensor
+    rows: Tensor  # [texts, longest], of the flattened batch; a shorter text repeats its last token
+    lengths: Tensor  # [texts]
 
     @property
     def is_token(self) -> Tensor:
@@ -41,18 +33,10 @@ class Group(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The texts of a packed batch.
-
-    Attributes:
-        groups: Together, all rows of the flattened batch, each once.
-        back: [B * T], int64: where each row is among the tokens of the groups, one after another.
-    """
-
     groups: tuple[Group, ...]
-    back: Tensor
+    back: Tensor  # [B * T], where each row of the batch is among the tokens of the groups
 
     def to(self, device: torch.device | str | int) -> "Packing":
-        """On another device."""
         groups = (Group(group.rows.to(device), group.lengths.to(device)) for group in self.groups)
         return Packing(tuple(groups), self.back.to(device))
 
@@ -61,7 +45,7 @@ class Packing(NamedTuple):
         return x.transpose(1, 2).flatten(0, 1)[group.rows].transpose(1, 2)
 
     def put_back(self, parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-        """[B, heads, T, size]: what `take` took, with the first, third and last of these sizes; a part per group."""
+        """[B, heads, T, size]: what `take` took, with the first, third and last of these sizes."""
         B, _, T, _ = shape
         tokens = [
             part.transpose(1, 2)[group.is_token]
@@ -81,25 +65,13 @@ class Packing(NamedTuple):
         return whole
 
 
-# Where a text starts decides shapes, which no graph can hold: a compiled model breaks its graph here.
+# Where a text starts decides shapes, which no graph can hold.
 @torch.compiler.disable
 def find_packing(position_ids: Tensor, is_token: Tensor | None) -> Packing | None:
-    """Tell the texts of each row apart.
+    """Tell the texts of each row of position_ids [B, T] apart; None where each row holds one.
 
-    As in Transformers, a text starts where a number is not one more than the number before it; and where padding
-    ends or begins.
-
-    Args:
-        position_ids: [B, T], integers.
-        is_token: [B, T], False at padding; None where there is none.
-
-    Returns:
-        The Packing; None where no row holds two texts side by side.
-
-    Example:
-        >>> packing = find_packing(torch.tensor([[0, 1, 2, 0, 1]]), None)
-        >>> packing.groups[0].rows.tolist()
-        [[0, 1, 2], [3, 4, 4]]
+    As in Transformers, a text starts where a number is not one more than the number before it; and
+    where padding (False in is_token [B, T]) ends or begins.
     """
     B, T = position_ids.shape
     starts = torch.ones(B, T, dtype=torch.bool, device=position_ids.device)

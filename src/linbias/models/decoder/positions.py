@@ -5,13 +5,9 @@
     attend   is the attention itself, where a bias belongs, in every layer
     weights  are those of `attend`, to look at
 
-What a method does not need, it inherits from `Position`, which adds nothing. With causal=False a query sees
-later keys as well: `bidirectional.py` has the methods of models that read so. `linbias.methods` has a record of each
-method, and `make_position` builds the one that a configuration names.
-
-Letters as in DESIGN section 1: B batch, T new tokens, S keys (the cached ones and the new), H query
-heads, G key/value heads, D head size. `positions` is [1 or B, T] and counts from the first token of
-a row that is no padding (`linbias.models.decoder.layout.TokenLayout`).
+`linbias.methods` has a record of each method; `bidirectional.py` has those that see later keys. B
+batch, T new tokens, S keys (the cached ones and the new), H query heads, G key/value heads, D head
+size. `positions` is [1 or B, T] and counts from the first token of a row that is no padding.
 """
 
 import math
@@ -31,34 +27,20 @@ from linbias.torch.share import refuse_share
 
 
 class AttendOptions(NamedTuple):
-    """What `attend` takes beside queries, keys and values; the fields are arguments of `linbias.torch.attention`.
+    """What `attend` takes beside q, k and v: arguments of `linbias.torch.attention`."""
 
-    Attributes:
-        key_range: [B, 2] or None: the first and one past the last key of each row that is no padding.
-        query_start: [B] or None: where the first query stands. None: the last query stands at the last key of
-            the range, or of all keys.
-        key_bound: [B, G] or None: at least the norm of every key.
-        dropout: Probability that a weight is dropped.
-        positions: [B, H, S], float64, or None: where keys stand, for `Stepped` methods.
-    """
-
-    key_range: Tensor | None = None
-    query_start: Tensor | None = None
-    key_bound: Tensor | None = None
+    key_range: Tensor | None = None  # [B, 2]
+    query_start: Tensor | None = None  # [B]; None: the last query stands at the last key
+    key_bound: Tensor | None = None  # [B, G]
     dropout: float = 0.0
-    positions: Tensor | None = None
+    positions: Tensor | None = None  # [B, H, S], float64, where keys stand, for `Stepped` methods
 
 
 NO_OPTIONS = AttendOptions()
 
 
 class Position(nn.Module):
-    """No positions at all: the causal mask alone, if there is one, hints at order (position="none").
-
-    Args:
-        config: Of the model.
-        causal: Hide the keys after each query.
-    """
+    """No positions at all: the causal mask alone, if there is one, hints at order."""
 
     uses_key_bound = False  # whether `attend` reads options.key_bound
 
@@ -98,10 +80,7 @@ class Position(nn.Module):
         )
 
     def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
-        """Return the weights [B, H, T, S] of `attend` before dropout, at least float32; all of them in memory.
-
-        A query that sees no key has zeros.
-        """
+        """Return the weights [B, H, T, S] of `attend` before dropout; zeros without keys."""
         return self._weights_with(self._bias(distances_of(q, k, options)), q, k, options)
 
     def _weights_with(
@@ -131,18 +110,14 @@ class Position(nn.Module):
     def _visible(self, distances: Tensor, options: AttendOptions) -> Tensor:
         """As `_seen`, but a query that may see no key, as those of padding, sees them all.
 
-        Some SDPA kernels give NaN for a row without keys, and NaN in a padding row would reach the other rows as
-        0 * NaN one layer later. Nobody reads what such a query gathers.
+        Some SDPA kernels give NaN for a row without keys, which would reach other rows as 0 * NaN.
         """
         seen = self._seen(distances, options)
         return seen | ~seen.any(-1, keepdim=True)
 
 
 class LinearBias:
-    """Attend through `linbias.torch.attention`, which leaves far keys unread: what the ALiBi methods share.
-
-    A method says what scores fall by: `fall`.
-    """
+    """Attend through `linbias.torch.attention`; a method says what scores fall by: `fall`."""
 
     uses_key_bound = True
     causal = True
@@ -155,7 +130,7 @@ class LinearBias:
         return self.causal and self.implementation in ("auto", "cpu")
 
     def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
-        """Return the arguments of `linbias.torch.attention` that the method is: slopes, and perhaps scale and mask."""
+        """Return the arguments of `linbias.torch.attention` that the method is, slopes first."""
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
@@ -171,8 +146,6 @@ class LinearBias:
 
 
 class Biased(LinearBias, Position):
-    """A position method that is a linear bias."""
-
     def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
         super().__init__(config, causal)
         self.implementation = config.attention_implementation
@@ -190,18 +163,17 @@ class Alibi(Biased):
 
 
 class Stepped(Biased):
-    """Subtract from every score the steps that its head makes after the key, up to the query: ALiBi whose distances are learned.
+    """Subtract from every score the steps of its head after the key, up to the query.
 
         x[s] = step[0] + ... + step[s]        score[t, s] = scale * (q[t] . k[s]) - (x[t] - x[s])
 
-    In each layer the steps of a token are made of the hidden state of which its query, key and value are made: of a
-    number for each head, which a projection gives (`make_gate`). A method says what becomes of it: `steps`.
+    A layer makes the steps of a token of what it makes its query, key and value of (`make_gate`).
     """
 
     has_gate_bias = False  # whether that projection adds a number for each head
 
     def steps(self, gates: Tensor) -> Tensor:
-        """Return the steps, at least 0 and at least float32, for what the projection gives: any shape."""
+        """Return the steps, at least 0 and at least float32, for what the projection gives."""
         raise NotImplementedError
 
     def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
@@ -210,10 +182,10 @@ class Stepped(Biased):
 
 
 class Forget(Stepped):
-    """Multiply the weight of a key by the forget gates sigmoid(w . x + b) of all tokens after it, up to the query's own.
+    """Multiply the weight of a key by the forget gates sigmoid(w . x + b) of all tokens after it.
 
-    That of the Forgetting Transformer (Lin et al., arXiv 2503.02130): a step is -log of a gate. As there, b begins at 0,
-    so that a fresh gate is about one half; the rest of that model (norms, blocks) is not taken.
+    That of the Forgetting Transformer (Lin et al., arXiv 2503.02130): a step is -log of a gate. As
+    there, b begins at 0; the rest of that model (norms, blocks) is not taken.
     """
 
     has_gate_bias = True
@@ -225,10 +197,9 @@ class Forget(Stepped):
 class Cable(Stepped):
     """Let tokens make steps of ReLU(w . x): some of them none at all.
 
-    Those of CABLE without weights (Veisi et al., arXiv 2503.08067, equations 2 to 5, CABLE_NW in its tables). CABLE itself
-    multiplies them by another learned number of the query (equations 6 and 7), a slope for each query, which
-    `linbias.torch.attention` does not have. With softplus for ReLU, as in its first released code, it would be `Forget`:
-    softplus(z) = -log sigmoid(-z).
+    Those of CABLE without weights (Veisi et al., arXiv 2503.08067, equations 2 to 5, CABLE_NW in
+    its tables); CABLE multiplies them by another number of the query (equations 6 and 7), which
+    `linbias.torch.attention` does not have. With softplus for ReLU it would be `Forget`.
     """
 
     def steps(self, gates: Tensor) -> Tensor:
@@ -287,11 +258,7 @@ class Rotary(Position):
 
 
 class T5(Position):
-    """Add a trained number per head and bucket of distance to every score (arXiv 1910.10683).
-
-    As in T5, all layers share the table; where later keys are seen, they have half of the buckets. Its backward
-    pass needs the bias [H, T, S] in memory.
-    """
+    """Add a trained number per head and bucket of distance to scores (arXiv 1910.10683)."""
 
     def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
         super().__init__(config, causal)
@@ -302,9 +269,8 @@ class T5(Position):
         T, S = q.shape[2], k.shape[2]
         if T == 0 or S == 0:
             return super().attend(q, k, v, options)
-        # The bias depends on distance alone. A row of the batch has T + S - 1 distances, from that of its last
-        # query to the first key downwards: look those up, then lay them out as [T, S], each query one step
-        # after the next.
+        # A row has T + S - 1 distances, from that of its last query to the first key downwards:
+        # look those up, then lay them out as [T, S], each query one step after the next.
         farthest = query_start_of(q, k, options) + T - 1
         distances = farthest - torch.arange(T + S - 1, device=q.device)
         line = self.bias(self.bucket(distances)).mT.to(q.dtype)
@@ -322,7 +288,7 @@ class T5(Position):
         return self.bias(self.bucket(distances)).movedim(-1, 1)
 
     def bucket(self, distances: Tensor) -> Tensor:
-        """Number the buckets of a side: one per distance in the nearer half, then ever wider ones."""
+        """Number the buckets: one per distance in the nearer half, then ever wider ones."""
         count = self.bias.num_embeddings
         if self.causal:
             return self._bucket_of_side(distances.clamp(min=0), count)
@@ -343,7 +309,7 @@ def make_position(name: str, config: PreTrainedConfig, *, causal: bool = True) -
 
 
 def make_gate(name: str, config: PreTrainedConfig) -> nn.Linear | None:
-    """Build what an attention layer makes its steps of, where the position method of a name is a `Stepped` one."""
+    """Build what a layer makes its steps of, where the method of a name is a `Stepped` one."""
     kind = _kind(name)
     if not issubclass(kind, Stepped):
         return None

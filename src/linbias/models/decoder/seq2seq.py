@@ -1,11 +1,8 @@
-"""Sequence-to-sequence models: an encoder that reads in both directions, and a decoder that sees what it read.
+"""Sequence-to-sequence models: an encoder that reads in both directions, and a decoder that sees
+it.
 
-`LinbiasForConditionalGeneration` (logits and loss) calls `LinbiasSeq2SeqModel`, which calls the encoder, a
-`LinbiasModel` like that of a masked model, and `LinbiasDecoder`, whose blocks have a `CrossAttention` between causal
-self-attention and feed-forward. Encoder, decoder and the logits share one table of embeddings.
-
-Source: the discussion "Modifying ALiBi for Encoder-Attention or Cross-Attention" in the paper's repository: a bias in
-the encoder and in the decoder, and none in cross-attention, as in T5 (arXiv 1910.10683).
+Source: the discussion "Modifying ALiBi for Encoder-Attention or Cross-Attention" in the paper's
+repository: a bias in encoder and decoder, none in cross-attention, as in T5 (arXiv 1910.10683).
 """
 
 from dataclasses import replace
@@ -40,7 +37,7 @@ from linbias.torch.constant import constant
 
 
 class CrossAttention(nn.Module):
-    """Attention from the tokens of the decoder to those of the encoder, all of them alike: no bias, no positions."""
+    """Attention from the decoder's tokens to all of the encoder's alike, without positions."""
 
     def __init__(self, config: LinbiasSeq2SeqConfig, layer_index: int) -> None:
         super().__init__()
@@ -63,7 +60,7 @@ class CrossAttention(nn.Module):
         need_weights: bool,
         past_key_values: EncoderDecoderCache | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what each of hidden [B, T, hidden_size] gathers, and the weights [B, H, T, S], if asked."""
+        """Return what hidden [B, T, hidden_size] gathers, and weights [B, H, T, S], if asked."""
         q = self._heads(self.q(hidden))
         k, v = self._keys_and_values(memory, past_key_values)
         flat = constant(self.no_slopes, torch.promote_types(q.dtype, torch.float32), q.device)
@@ -76,7 +73,7 @@ class CrossAttention(nn.Module):
     def _keys_and_values(
         self, memory: Tensor, past_key_values: EncoderDecoderCache | None
     ) -> tuple[Tensor, Tensor]:
-        """[B, G, S, D] each: those of a cache, where it has them; a cache without them is filled."""
+        """[B, G, S, D] each: those of a cache, which is filled where it has none."""
         index, num_keys = self.layer_index, memory.shape[1]
         if past_key_values is not None and past_key_values.is_updated.get(index):
             layer = past_key_values.cross_attention_cache.layers[index]
@@ -113,7 +110,7 @@ class CrossBlock(GradientCheckpointingLayer):
         layout: TokenLayout,
         past_key_values: EncoderDecoderCache | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return hidden [B, T, hidden_size], and the weights of self- and cross-attention, if asked."""
+        """Return hidden, and the weights of self- and cross-attention, if asked."""
         own = None if past_key_values is None else past_key_values.self_attention_cache
         attended, weights = self.attention(
             self.norm(hidden), position, layout, hidden.shape[1], own
@@ -128,8 +125,6 @@ class CrossBlock(GradientCheckpointingLayer):
 
 
 class LinbiasSeq2SeqPreTrainedModel(LinbiasPreTrainedModel):
-    """What the three models below share."""
-
     config_class = LinbiasSeq2SeqConfig
     _no_split_modules: ClassVar[list[str]] = ["DecoderBlock", "CrossBlock"]
 
@@ -157,16 +152,7 @@ class LinbiasDecoder(decoder.Decoder, LinbiasSeq2SeqPreTrainedModel):
         output_attentions: bool = False,
         output_hidden_states: bool = False,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Run the decoder over new tokens, which follow those in the cache.
-
-        Args:
-            embedded: [B, T, hidden_size], the new tokens.
-            memory: [B, S, hidden_size], what the encoder says.
-            attention_mask: [B, cached + T]; zero marks padding, on either side of a row's tokens.
-            memory_mask: [B, S], likewise. A token that sees no memory gathers zeros.
-            past_key_values: Extended in place.
-            output_attentions, output_hidden_states: As of `LinbiasSeq2SeqModel`.
-        """
+        """Run the decoder over new tokens [B, T, hidden_size], given an encoder's states."""
         own = None if past_key_values is None else past_key_values.self_attention_cache
         layout = self._read_mask(attention_mask, None, embedded, own, use_cache=own is not None)
         layout = replace(layout, need_weights=output_attentions)
@@ -175,39 +161,24 @@ class LinbiasDecoder(decoder.Decoder, LinbiasSeq2SeqPreTrainedModel):
         states: tuple[Tensor, ...] = ()
         attentions: tuple[Tensor, ...] = ()
         cross_attentions: tuple[Tensor, ...] = ()
+        given = (memory, memory_range, self.position, layout)
         for layer in self.layers:
-            if output_hidden_states:
-                states += (hidden,)
-            hidden, weights, cross_weights = layer(
-                hidden,
-                memory,
-                memory_range,
-                self.position,
-                layout,
-                past_key_values=past_key_values,
-            )
-            if output_attentions:
-                attentions += (weights,)
-                cross_attentions += (cross_weights,)
+            states += (hidden,) if output_hidden_states else ()
+            hidden, weights, cross = layer(hidden, *given, past_key_values=past_key_values)
+            attentions += (weights,) if output_attentions else ()
+            cross_attentions += (cross,) if output_attentions else ()
         hidden = self.after_layers(hidden)
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=hidden,
             **{CACHE: past_key_values},
             hidden_states=(*states, hidden) if output_hidden_states else None,
-            attentions=attentions if output_attentions else None,
-            cross_attentions=cross_attentions if output_attentions else None,
+            attentions=attentions or None,
+            cross_attentions=cross_attentions or None,
         )
 
 
 class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
-    """Turn the tokens of two texts into hidden states of the second, which sees the whole first.
-
-    Example:
-        >>> config = LinbiasSeq2SeqConfig(hidden_size=32, num_attention_heads=2)
-        >>> model = LinbiasSeq2SeqModel(config)
-        >>> model(torch.tensor([[1, 2, 3]]), decoder_input_ids=torch.tensor([[4]])).last_hidden_state.shape
-        torch.Size([1, 1, 32])
-    """
+    """Turn the tokens of two texts into hidden states of the second, which sees the first."""
 
     def __init__(self, config: LinbiasSeq2SeqConfig) -> None:
         super().__init__(config)
@@ -216,11 +187,9 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the table that encoder and decoder share."""
         return self.encoder.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace it."""
         self.encoder.embed_tokens = value
 
     @takes_cache
@@ -243,20 +212,14 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
 
         Args:
             input_ids: [B, S] token ids that the encoder reads.
-            attention_mask: [B, S]; zero marks padding, on either side of a row's tokens, which stand together. A row
-                of padding alone gives the decoder zeros to gather. None means no padding.
+            attention_mask: [B, S]; zero marks padding, on either side of a row's tokens, which
+                stand together. A row of padding alone gives the decoder zeros to gather.
             decoder_input_ids: [B, T] token ids that the decoder reads after those in the cache.
             decoder_attention_mask: [B, cached + T], likewise.
             encoder_outputs: What the encoder said before, in the place of input_ids.
             past_key_values: An `EncoderDecoderCache` of earlier tokens. It is extended in place.
             inputs_embeds, decoder_inputs_embeds: Embedded tokens, each in the place of ids.
-            use_cache: Make and return a cache. None means config.use_cache, but never while training.
-            output_attentions: Return the weights of every block, [B, H, T, S] before dropout.
-            output_hidden_states: Return the input of every block and the final output as well.
-
-        Raises:
-            ValueError: Not exactly one kind of input for encoder or decoder, a cache of another kind, a mask of the
-                wrong shape or with gaps, or more tokens than a learned position table or a static cache has room for.
+            use_cache, output_attentions, output_hidden_states: As of `decoder.Decoder.forward`.
         """
         name = type(self).__name__
         if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
@@ -265,7 +228,8 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
             )
         if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
             raise ValueError(
-                f"{name}: past_key_values must be an EncoderDecoderCache, got a {type(past_key_values).__name__}"
+                f"{name}: past_key_values must be an EncoderDecoderCache, got a "
+                f"{type(past_key_values).__name__}"
             )
         given = decoder.asked(self.config, output_attentions, output_hidden_states)
         shown = dict(zip(("output_attentions", "output_hidden_states"), given, strict=True))
@@ -300,7 +264,7 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
 
 
 class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationMixin):
-    """Write one text, given another: `LinbiasSeq2SeqModel`, then a linear layer tied to the embedding.
+    """Write one text, given another; the logits are those of a linear layer tied to the embedding.
 
     As `LinbiasForCausalLM`, with `DataCollatorForSeq2Seq` and `Seq2SeqTrainer`.
 
@@ -323,31 +287,27 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationM
         self.post_init()
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """What the decoder reads in order to say labels: [B, T].
+        """What the decoder reads in order to say labels [B, T]: [B, T], padding for what is not
+        scored.
 
-        The start token stands before the first label that is scored, and each further token is the label before.
-        What is not scored is read as padding.
+        The start token stands before the first label that is scored, the label before thereafter.
 
             labels              5 6 7 -100       -100 5 6 7
             decoder_input_ids   start 5 6 7       pad start 5 6
-
-        Args:
-            labels: [B, T]; -100 is not scored.
-
-        Raises:
-            ValueError: The configuration has no decoder_start_token_id, or no pad_token_id where one is needed.
         """
         start = self.config.decoder_start_token_id
         padding = getattr(self.config, "pad_token_id", None)
         if start is None:
             raise ValueError(
-                f"{type(self).__name__}: config.decoder_start_token_id must be an id to shift labels, got None"
+                f"{type(self).__name__}: config.decoder_start_token_id must be an id to shift "
+                "labels, got None"
             )
         hidden = labels == -100
         if padding is None:
             if not torch.compiler.is_compiling() and hidden.any():
                 raise ValueError(
-                    f"{type(self).__name__}: config.pad_token_id must be an id where labels hold -100, got None"
+                    f"{type(self).__name__}: config.pad_token_id must be an id where labels hold "
+                    "-100, got None"
                 )
             padding = start
         shifted = pad(labels.masked_fill(hidden, padding)[:, :-1], (1, 0), value=padding)
@@ -377,21 +337,25 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationM
     ) -> Seq2SeqLMOutput:
         """Return logits in at least float32, and with labels the mean loss in nats.
 
-        Arguments not listed here are those of `LinbiasSeq2SeqModel.forward`.
+        Other arguments are those of `LinbiasSeq2SeqModel.forward` and
+        `LinbiasForCausalLM.forward`.
 
         Args:
-            labels: [B, T]; the logits at token t of the decoder are scored on labels[:, t]. -100 is not scored.
-                Without decoder inputs they are also what the decoder reads, one token later.
-            decoder_attention_mask: Where there are labels, None hides what lies left of a row's start token.
-            token_type_ids: Not used; some tokenizers make them.
-            num_items_in_batch: As for `LinbiasForCausalLM`.
+            labels: [B, T]; the decoder's logits at token t are scored on labels[:, t], but for
+                -100. Without decoder inputs they are also what it reads, one token later.
+            decoder_attention_mask: Where there are labels, None hides what lies left of a row's
+                start token.
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         if labels is not None and decoder_attention_mask is None and past_key_values is None:
             decoder_attention_mask = self._from_start(decoder_input_ids)
-        outputs = self.model(
-            input_ids,
+        outputs = decoder.predict(
+            self,
+            labels,
+            # Labels are in place already.
+            {"shift_labels": labels, "num_items_in_batch": num_items_in_batch},
+            input_ids=input_ids,
             attention_mask=attention_mask,
             decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask,
@@ -402,13 +366,8 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationM
             use_cache=use_cache,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
-            return_dict=True,
         )
-        others = dict(outputs.items())
-        # Labels are in place already.
-        how = {"shift_labels": labels, "num_items_in_batch": num_items_in_batch}
-        scored = decoder.score(self, others.pop("last_hidden_state"), labels, **how)
-        return Seq2SeqLMOutput(**scored, **others)
+        return Seq2SeqLMOutput(**outputs)
 
     def _from_start(self, decoder_input_ids: Tensor | None) -> Tensor | None:
         """[B, T], zero for the padding that a row begins with, as collators pad on the left."""

@@ -1,4 +1,4 @@
-"""The ALiBi slopes of a model: from numbers to the tensor that attention takes, scaled by length if asked."""
+"""The ALiBi slopes of a model: from numbers to the tensor that attention takes."""
 
 from collections.abc import Sequence
 
@@ -14,22 +14,9 @@ SlopeScale = str | float | None  # None, "interpolate" or a positive factor
 
 
 class ModelSlopes:
-    """The slopes of a model's heads, scaled as asked.
-
-    They are kept as Python floats: a buffer would be rounded by `model.to(torch.bfloat16)`.
-
-    Args:
-        slopes: [H], of the query heads.
-        scale: None, a positive factor, or "interpolate": the factor train_length / S wherever a row has
-            S > train_length keys.
-        train_length: Tokens per training sequence; only "interpolate" uses it.
-
-    Source of "interpolate": Al-Khateeb, Dey, Soboleva and Hestness, arXiv 2310.13017.
-
-    Example:
-        >>> double = ModelSlopes([0.0625, 0.00390625], scale=2.0)
-        >>> double.left(torch.zeros(1, 2, 1, 4), num_keys=1)
-        tensor([0.1250, 0.0078])
+    """The slopes [H] of a model's query heads, times None, a positive factor, or "interpolate":
+    train_length / S wherever a row has S > train_length keys (Al-Khateeb et al., arXiv
+    2310.13017). They are Python floats, since `model.to(torch.bfloat16)` would round a buffer.
     """
 
     def __init__(
@@ -58,13 +45,7 @@ class ModelSlopes:
         return ModelSlopes(self._slopes, scale, train_length or self._train_length)
 
     def left(self, q: Tensor, num_keys: int, key_range: Tensor | None = None) -> Tensor:
-        """Return the slopes of one call: [H], or [B, H] where rows differ; at least float32.
-
-        Args:
-            q: [B, H, T, D]; only type and device are used.
-            num_keys: Number of keys, padding included.
-            key_range: [B, 2] or None: which keys are no padding; "interpolate" counts those alone.
-        """
+        """Return the slopes of one call: [H], or [B, H] where rows differ; at least float32."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         return self.apply_scale(constant(self._slopes, dtype, q.device), num_keys, key_range)
 

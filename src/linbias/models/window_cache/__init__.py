@@ -1,1 +1,1 @@
-"""A cache of a fixed size for endless texts: what heads can reach stays, and what is dropped is accounted for."""
+"""A cache of constant size for endless texts: what heads can reach stays, the rest is counted."""

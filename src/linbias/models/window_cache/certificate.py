@@ -49,41 +49,24 @@ class Uncertified(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How a layer keeps keys.
-
-    Attributes:
-        reach: [G], the reach that the weights allow: keys beyond it need no certificate. inf for
-            none.
-        windows: [G], how many keys to keep; None to follow the ledger.
-        tolerance: Share of a row's weight that may be missing; None takes that of the keys' type.
-        on_uncertified: What to do where more may be missing, as of `WindowCache`.
-        dropped: [G], where "fetch" keeps the dropped keys; None for the other policies.
-    """
-
-    reach: Sequence[float]
-    windows: Sequence[float] | None
-    tolerance: float | None
-    on_uncertified: str
-    dropped: Sequence[DroppedKeys] = ()
+    reach: Sequence[float]  # [G], beyond which keys need no certificate, whatever the text; or inf
+    windows: Sequence[float] | None  # [G], how many keys to keep; None to follow the ledger
+    tolerance: float | None  # None takes that of the keys' type
+    on_uncertified: str  # as of `WindowCache`
+    dropped: Sequence[DroppedKeys] = ()  # [G], where "fetch" keeps the dropped keys
 
 
 class Certified:
-    """Rows of a text that wait for their certificates, and what was found of the others.
-
-    Attributes:
-        seen: Tokens that were read, dropped ones included.
-        first: [B], the first position that is no padding; None without padding.
-        ledger: Of the dropped keys; None while there are none.
-    """
+    """Rows of a text that wait for their certificates, and what is known of the others."""
 
     settings: Settings
     _scores: Scores
 
     def forget(self) -> None:
         """Begin a text."""
-        self.seen = 0
-        self.first: Tensor | None = None
-        self.ledger: Ledger | None = None
+        self.seen = 0  # tokens that were read, dropped ones included
+        self.first: Tensor | None = None  # [B], the first position that is no padding
+        self.ledger: Ledger | None = None  # of the dropped keys, once there are any
         self._waiting: list[Rows] = []  # rows that are not certified yet
         self._recent: Rows | None = None  # the last rows that were: windows follow them
         self._uncertified, self._largest_dropped = 0, -math.inf
@@ -148,7 +131,6 @@ class Certified:
         return self._largest_dropped
 
     def take_back(self, num_tokens: int) -> None:
-        """Forget the last tokens."""
         self.certify()
         self.seen -= num_tokens
         if self._recent is not None:  # rows that were taken back say nothing of those to come
@@ -156,7 +138,6 @@ class Certified:
             self._recent = self._recent.first(left) if left > 0 else None
 
     def select(self, rows: Tensor) -> None:
-        """Keep some batch rows."""
         self.certify()
         self.first = None if self.first is None else self.first[rows]
         self._recent = None if self._recent is None else self._recent.select(rows)

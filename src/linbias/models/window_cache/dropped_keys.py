@@ -18,10 +18,7 @@ _CHUNK = 4096  # keys of a file, at least
 
 
 class Owned:
-    """A file or folder that is deleted once nobody holds it.
-
-    Copies hold the same one, since no file in it is ever changed.
-    """
+    """A file or folder that is deleted once nobody holds it; copies hold the same one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,13 +47,7 @@ def _delete(path: Path, process: int) -> None:
 
 
 class DroppedKeys:
-    """The keys and values that one head dropped, oldest first, as far back as any query can need them.
-
-    Args:
-        reach: Keys that are needed at most; older ones are forgotten. inf keeps all.
-        folder: Where they are written, in files of thousands of keys; None keeps them in host memory.
-        name: With which the names of the files begin.
-    """
+    """The keys and values that one head dropped, oldest first, as far back as `reach`."""
 
     def __init__(self, reach: float, folder: Path | None, name: str) -> None:
         self.reach, self.folder, self.name = reach, folder, name
@@ -65,10 +56,7 @@ class DroppedKeys:
         self._chunks: list[_Chunk] = []
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Take over keys [B, n, D] and values [B, n, E].
-
-        Where they cannot be written, they stay in memory, with a warning.
-        """
+        """Take over keys [B, n, D] and values [B, n, E]; what cannot be written stays here."""
         keys, values = keys.detach().cpu(), values.detach().cpu()
         chunks = list(self._chunks)
         if chunks and chunks[-1].file is None and chunks[-1].num_keys < _CHUNK:
@@ -94,7 +82,6 @@ class DroppedKeys:
             self.lost_infinite |= not gone.is_finite
 
     def clear(self) -> None:
-        """Forget all."""
         self._chunks, self.num_keys, self.lost_infinite = [], 0, False
 
     def read(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,6 @@ class WindowLayer(NearKeys, AttendingLayer):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all tokens."""
         self.record_past = self.is_initialized = False
         self.forget()
 
@@ -47,7 +46,7 @@ class WindowLayer(NearKeys, AttendingLayer):
             self.settings = replace(self.settings, tolerance=TOLERANCES[key_states.dtype])
         self.pool, self.is_initialized = Pool(key_states, value_states), True
 
-    # Outside of inference mode, so that what is kept may be written to whatever mode a later call has.
+    # Outside of inference mode: what is kept may be written to in whatever mode a later call has.
     @torch.inference_mode(False)
     @torch.no_grad()
     def attend(
@@ -82,11 +81,13 @@ class WindowLayer(NearKeys, AttendingLayer):
             )
         if k.requires_grad:
             raise ValueError(
-                "WindowCache: gradients must be off (torch.no_grad()), since dropped keys have none"
+                "WindowCache: gradients must be off (torch.no_grad()), "
+                "since dropped keys have none"
             )
         if layout.need_weights:
             raise ValueError(
-                "WindowCache: output_attentions must be off: the weights of dropped keys are not kept"
+                "WindowCache: output_attentions must be off: "
+                "the weights of dropped keys are not kept"
             )
         if self.is_initialized and len(q) != (rows := len(self.pool.keys)):
             raise ValueError(f"WindowCache: batch must have {rows} rows as before, got {len(q)}")
@@ -108,14 +109,10 @@ class WindowLayer(NearKeys, AttendingLayer):
     # What Transformers asks of a layer
 
     def get_seq_length(self) -> int:
-        """Tokens that were read, dropped ones included."""
         return self.seen
 
     def activate_past_recording(self) -> None:
-        """From here on drop keys in `crop` alone, which may take back tokens first.
-
-        `reset` ends it.
-        """
+        """Until `reset` drop keys in `crop` alone, which may take back tokens first."""
         self.record_past = True
 
     @torch.inference_mode(False)
@@ -135,13 +132,11 @@ class WindowLayer(NearKeys, AttendingLayer):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch row."""
         rows = torch.arange(len(self.pool.keys), device=self.pool.keys.device)
         self.batch_select_indices(rows.repeat_interleave(repeats))
 
     @torch.inference_mode(False)
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some batch rows."""
         if self.is_initialized:
             self.select(torch.as_tensor(indices, device=self.pool.keys.device))
 

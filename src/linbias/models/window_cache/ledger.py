@@ -1,6 +1,5 @@
-"""A bound of constant size on what the keys that the heads of a layer dropped can weigh.
-
-It is `linbias.streams.Dropped`, where the idea is explained, for all rows and heads at once.
+"""A bound of constant size on what dropped keys can weigh: `linbias.streams.Dropped` for all
+heads.
 """
 
 import math
@@ -17,13 +16,7 @@ _MARGIN = 3.0  # nats by which a choice stays on the safe side of the rows befor
 
 
 class Ledger:
-    """A bound on what the dropped keys of a layer weigh in a row.
-
-    Args:
-        slopes: [H].
-        scale: Factor on q . k.
-        center: [B, G, D].
-    """
+    """A bound on what the dropped keys of a layer weigh in a row."""
 
     def __init__(self, slopes: Tensor, scale: float, center: Tensor) -> None:
         B, G, _ = center.shape
@@ -37,19 +30,12 @@ class Ledger:
         self.count = [0] * G
 
     def radius(self, keys: Tensor, heads: Tensor) -> Tensor:
-        """[B, n]: at least |k - center| of keys [B, n, D] of heads [n]; inf for a key that is not finite."""
+        """[B, n]: at least |k - center| of keys [B, n, D] of heads [n]; inf if not finite."""
         radius = (keys.double() - self.center[:, heads]).norm(dim=-1) * (1 + SLACK)
         return radius.nan_to_num_(math.inf, math.inf)
 
     def growth(self, radius: Tensor, behind: Tensor, heads: Tensor, columns: slice) -> Tensor:
-        """[B, sharing, J, n]: the logarithms of what keys add to the sums of some columns of the grid.
-
-        Args:
-            radius: [B, n], as of `radius`; -inf for keys that weigh nothing.
-            behind: [n], how far they lie behind the position that the sums are of.
-            heads: [n], the key/value head of each.
-            columns: Of the grid.
-        """
+        """[B, sharing, J, n]: the logarithms of what keys, so far behind, add to columns."""
         slopes = self.slopes.view(-1, self.sharing)[heads].T  # [sharing, n]
         grid = self.grid[columns, None]
         grown = grid * radius[:, None, None] - (slopes * behind)[:, None]
@@ -60,14 +46,7 @@ class Ledger:
     def add(
         self, keys: Tensor, counts: Sequence[int], oldest: Sequence[int], first: Tensor | None
     ) -> None:
-        """Take over keys.
-
-        Args:
-            keys: [B, sum(counts), D]: counts[g] keys of each head g, one head after the other.
-            counts: [G].
-            oldest: [G], the position of the first of them; the others follow.
-            first: [B] or None: keys before it are padding.
-        """
+        """Take over keys [B, sum(counts), D], head by head; before `first` [B] is padding."""
         device, G = keys.device, len(counts)
         both = zip(range(G), counts, strict=True)
         heads = torch.cat([torch.full((n,), g, device=device) for g, n in both])
@@ -94,10 +73,7 @@ class Ledger:
         return abs(self.scale) * q.norm(dim=-1) * (1 + SLACK)
 
     def bound(self, q: Tensor, lse: Tensor, positions: Tensor) -> Tensor:
-        """[B, H, T]: log(weight of the dropped keys / weight of those that were read) at most.
-
-        It is -inf where none was dropped.
-        """
+        """[B, H, T]: log(weight of the dropped keys / weight of those that were read) at most."""
         q, device = q.double(), q.device
         center = self.center.repeat_interleave(self.sharing, 1)
         at, dropped = (
@@ -120,16 +96,7 @@ class Ledger:
         most: float,
         first: Tensor | None,
     ) -> int:
-        """The fewest keys, in 32nds, with which rows like these will be certified.
-
-        Args:
-            g: The key/value head.
-            keys: [B, n, D], that it keeps, the oldest first.
-            end: The position after the last of them.
-            q, lse: [B, H, T, D] and [B, H, T], of rows; those to come may need a little more.
-            most: The logarithm of what the dropped keys may weigh.
-            first: [B] or None: keys before it are padding.
-        """
+        """The fewest of a head's keys, in 32nds, with which rows like q will be certified."""
         n, device = keys.shape[1], keys.device
         heads = slice(g * self.sharing, (g + 1) * self.sharing)
         q = q[:, heads].double()

@@ -1,7 +1,4 @@
-"""What a layer of a `WindowCache` does: tokens come, old keys leave, rows are certified.
-
-Rows wait for their certificates, which cost less for many rows at once.
-"""
+"""What a layer of a `WindowCache` does: tokens come, old keys leave, rows are certified."""
 
 import math
 from collections.abc import Sequence
@@ -20,15 +17,9 @@ _LASTS = 8 * CHUNK  # tokens for which a window is kept
 
 
 class NearKeys(Certified):
-    """The keys that are left of a text, and what is known of the others and of its rows.
-
-    Attributes:
-        windows: [G], how many keys each key/value head is to keep.
-        fetched: How many rows of heads read dropped keys again.
-    """
+    """The keys that are left of a text, and what is known of the others and of its rows."""
 
     def forget(self) -> None:
-        """Begin a text."""
         super().forget()
         nothing = torch.empty(0, 0, 0, 0)
         self.pool, self.fetched = Pool(nothing, nothing), 0
@@ -170,7 +161,6 @@ class NearKeys(Certified):
         self.pool.take_back(num_tokens)
 
     def select(self, rows: Tensor) -> None:
-        """Keep some batch rows."""
         super().select(rows)
         self.pool.select(rows)
         for dropped in self.settings.dropped:

@@ -1,6 +1,5 @@
 """The keys and values that the heads of a layer keep: each head has a region of one pool.
 
-pool      keys and values [B, rows, size]; each key/value head has a region of the rows
 region    | kept keys, oldest first | room |      new keys are written into the room
 """
 
@@ -20,10 +19,7 @@ _SPARE = 0.25  # of the kept keys: room for new ones, so that moving costs few c
 
 
 class Scores(NamedTuple):
-    """What scores are made of, and the share of a row's weight that each of two may leave out.
-
-    One is attention, which leaves keys unread, the other what was dropped before.
-    """
+    """What scores are made of, and the share that both unread and dropped keys may weigh."""
 
     slopes: Tensor  # [H]
     scale: float
@@ -31,17 +27,11 @@ class Scores(NamedTuple):
 
     @property
     def most_missed(self) -> float:
-        """The logarithm of the share."""
         return math.log(self.tolerance)
 
 
 class Pool:
-    """Regions for the key/value heads of k [B, G, T, D] and v [B, G, T, E], empty to begin with.
-
-    Attributes:
-        counts: [G], the keys that are kept.
-        starts: [G], the rows at which the regions begin.
-    """
+    """Regions for the key/value heads of k [B, G, T, D] and v [B, G, T, E], empty at first."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.keys = k.new_empty(len(k), 0, k.shape[-1])
@@ -82,7 +72,6 @@ class Pool:
         self.counts = [n + T for n in self.counts]
 
     def take_back(self, num_tokens: int) -> None:
-        """Forget the last tokens."""
         self.counts = [n - num_tokens for n in self.counts]
         self._lay_out(self._capacities)
 
@@ -97,10 +86,7 @@ class Pool:
         self._lay_out(self._capacities)
 
     def make_room(self, num_tokens: int, heads: list[int], is_first: bool) -> None:
-        """Let the regions of heads have room for the next tokens, in a new pool if one must grow.
-
-        Regions that are far too large shrink.
-        """
+        """Let the regions of heads have room for the next tokens; far too large ones shrink."""
         capacities = list(self._capacities)
         for g in heads:
             room = num_tokens if is_first else max(num_tokens, 2 * CHUNK)
@@ -120,7 +106,6 @@ class Pool:
         return new
 
     def select(self, rows: Tensor) -> None:
-        """Keep some batch rows."""
         self.keys, self.values, self._calls = self.keys[rows], self.values[rows], {}
 
     def read(
@@ -128,11 +113,8 @@ class Pool:
     ) -> tuple[Tensor, Tensor]:
         """Attention over what is kept: [B, H, T, E] and lse [B, H, T].
 
-        Args:
-            q: [B, H, T, D], of the last tokens.
-            new: [B, G, T, D], the keys of the same tokens.
-            scores: Of the model.
-            padding: [B, G], how many of the kept keys are padding, or None.
+        `new` [B, G, T, D] are the keys of the same tokens, `padding` [B, G] how many kept keys are
+        padding.
         """
         (B, H, T, D), G = q.shape, len(self.counts)
         q, spans = q.reshape(B * G, H // G, T, D), self._spans_of_rows(B, padding)
@@ -178,7 +160,7 @@ class Pool:
         )
 
     def _key_bound(self, new: Tensor) -> Tensor:
-        """[B * G, 1]: at least the norms of the kept keys, `new` [B, G, T, D] the last of them."""
+        """[B * G, 1]: at least the norms of the kept keys, `new` the last of them."""
         wide = torch.promote_types(new.dtype, torch.float32)
         if self._norms is None:
             parts = [self.keys[:, self.newest(g, n)] for g, n in enumerate(self.counts)]
