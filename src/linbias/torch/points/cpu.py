@@ -1,6 +1,7 @@
 """Attention over points in the compiled core (how it works: csrc/kernel/points-inl.h)."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ def _call(inputs: PointInputs) -> tuple["core.Call", "core.Points", list[Tensor]
     q, k, v, slopes, points, manhattan, first, scale, tolerance = inputs
     (B, H, N, D), (_, G, _, E) = q.shape, v.shape
     sizes = B, H, G, N, N, D, E
+    lengths: dict[str, Any] = dict(zip("BHGTSDE", sizes, strict=True))
     curves = [along_a_curve(cloud) for cloud in points]
     nowhere = torch.arange(first)
     order = torch.stack([torch.cat((nowhere, first + curve)) for curve in curves])
@@ -58,7 +60,7 @@ def _call(inputs: PointInputs) -> tuple["core.Call", "core.Points", list[Tensor]
     alive: list[Tensor] = []
     call = core.Call(
         dtype=DTYPES[q.dtype],
-        **dict(zip("BHGTSDE", sizes, strict=True)),
+        **lengths,
         q=array(q, alive),
         k=array(k, alive),
         v=array(v, alive),
@@ -79,7 +81,7 @@ def _call(inputs: PointInputs) -> tuple["core.Call", "core.Points", list[Tensor]
 
 
 def _forward(results: Results, alive: list[Tensor]) -> "core.Forward":
-    addresses = {name: address(x, alive) for name, x in results._asdict().items()}
+    addresses: dict[str, Any] = {n: address(x, alive) for n, x in results._asdict().items()}
     return core.Forward(**addresses, visited_tiles=results.visited.shape[2])
 
 
