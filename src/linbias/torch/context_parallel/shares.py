@@ -444,8 +444,11 @@ class Share:
             lengths[-1] += right
             ranges[-1, :, 1] += counts[RIGHT]
         keys = torch.from_numpy(np.concatenate([[0], lengths.cumsum()]))
+        q, k, v = (x[0].transpose(0, 1) for x in (self.q, k, v))
         out, lse = _attention_varlen(
-            *(x[0].transpose(0, 1) for x in (self.q, k, v)),
+            q,
+            k,
+            v,
             torch.from_numpy(edges if p.T else edges[:1]),
             keys,
             slopes[LEFT],

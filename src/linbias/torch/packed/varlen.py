@@ -144,8 +144,9 @@ def _run(call: packed.Packed) -> packed.Results:
             "key_range": ranges,
             "query_start": starts,
         }
-        arrays = _take(q, rows, real), _take(k, keys, held), _take(v, keys, held)
-        inputs, problem = prepare("attention", *arrays, own[0], **placed, **options)
+        queries = _take(q, rows, real)
+        own_k, own_v = (_take(x, keys, held) for x in (k, v))
+        inputs, problem = prepare("attention", queries, own_k, own_v, own[0], **placed, **options)
         out, lse = run(inputs, problem, call.implementation, True)
         chosen = real.to(q.device)
         outs.append(out.transpose(1, 2)[chosen])
