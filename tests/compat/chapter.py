@@ -1,6 +1,6 @@
 """Tables that the book chapter prints of its example, "The cat sat on mat"."""
 
-# Tables of the book chapter: weights of both heads and their mean, outputs, scores of head 1 without bias.
+# Weights of both heads and their mean, outputs, scores of head 1 without bias.
 HEADS = """
 The 0.2879 0.3541 0.2148 0.0642 0.0790
 cat 0.3791 0.1520 0.3791 0.0559 0.0339

@@ -1,6 +1,6 @@
-"""A small GPT as programs for flash-attn are written: packed projections, ALiBi slopes, a cache for generation.
+"""A small GPT as programs for flash-attn are written: packed projections, ALiBi slopes, a cache.
 
-It runs with `linbias.compat` after one line changes, the import below; `tests/compat/test_compat_flash_attn.py` changes it.
+test_compat_flash_attn.py changes one line, the import below, and runs it.
 """
 
 import torch

@@ -125,19 +125,36 @@ def trace(tokens=TOKENS, query_idx=0):
     return chapter.ALiBiAttention(4, 2).explain(*ARRAYS, tokens, query_idx)
 
 
+def other_rows():
+    return chapter.ALiBiAttention(4, 2).forward(Q, K[1:], V)
+
+
+def words():
+    return chapter.ALiBiAttention(4, 2).forward("The", K, V)
+
+
+def other_shape():
+    return chapter_torch.ALiBiAttention(8, 2)(X[0], X[:, 0], X[1])
+
+
+def numbers_as_mask():
+    return chapter_torch.ALiBiAttention(8, 2)(*X[:3], mask=torch.ones(2, 2))
+
+
+SHAPE = r"K must have shape \[N, d_model = {}\], the same N for all, got {}"
 MESSAGES = [
-    (lambda: chapter.ALiBiAttention(4, 3), ValueError, "ALiBiAttention: d_model must be a multiple of n_heads = 3, got 4"),
-    (lambda: chapter.ALiBiAttention(4, 2).forward(Q, K[1:], V), ValueError, r"ALiBiAttention.forward: K must have shape \[N, d_model = 4\], the same N for all, got \[4, 4\]"),
-    (lambda: chapter.ALiBiAttention(4, 2).forward("The", K, V), TypeError, "ALiBiAttention.forward: Q must hold real numbers"),
-    (lambda: trace(tokens=["The"]), ValueError, "ALiBiAttention.explain: tokens must be 5 names, got 1"),
-    (lambda: trace(query_idx=-1), ValueError, r"ALiBiAttention.explain: query_idx must be in \[0, 5\), got -1"),
-    (lambda: chapter_torch.ALiBiAttention(0, 1), ValueError, "ALiBiAttention: d_model must be at least 1, got 0"),
-    (lambda: chapter_torch.ALiBiAttention(8, 2)(X[0], X[:, 0], X[1]), ValueError, r"ALiBiAttention: K must have shape \[N, d_model = 8\], the same N for all, got \[5, 8\]"),
-    (lambda: chapter_torch.ALiBiAttention(8, 2)(*X[:3], mask=torch.ones(2, 2)), TypeError, "ALiBiAttention: mask must hold bool, True for what is hidden, got float32"),
-]  # fmt: skip
+    (lambda: chapter.ALiBiAttention(4, 3), ValueError, ": d_model must be .* n_heads = 3, got 4"),
+    (other_rows, ValueError, ".forward: " + SHAPE.format(4, r"\[4, 4\]")),
+    (words, TypeError, ".forward: Q must hold real numbers"),
+    (lambda: trace(tokens=["The"]), ValueError, ".explain: tokens must be 5 names, got 1"),
+    (lambda: trace(query_idx=-1), ValueError, r".explain: query_idx must be in \[0, 5\), got -1"),
+    (lambda: chapter_torch.ALiBiAttention(0, 1), ValueError, ": d_model must be .* 1, got 0"),
+    (other_shape, ValueError, ": " + SHAPE.format(8, r"\[5, 8\]")),
+    (numbers_as_mask, TypeError, ": mask must hold bool, True for what is hidden, got float32"),
+]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), MESSAGES, ids=[row[2] for row in MESSAGES])
+@pytest.mark.parametrize(("call", "error", "message"), MESSAGES)
 def test_bad_input_is_refused_by_name(call, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match="^ALiBiAttention" + message):
         call()

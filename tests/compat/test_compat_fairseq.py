@@ -64,9 +64,8 @@ def test_the_parallel_block(heads):
     got, want = block(x), plain_block(block, x)
     torch.testing.assert_close(got, want)
     leaves = [x, *block.parameters()]
-    for found, expected in zip(
-        *(torch.autograd.grad(out, leaves, dout) for out in (got, want)), strict=True
-    ):
+    gradients = (torch.autograd.grad(out, leaves, dout) for out in (got, want))
+    for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     shapes = {name: tuple(weight.shape) for name, weight in block.state_dict().items()}
     assert shapes == {
@@ -80,18 +79,27 @@ def test_the_parallel_block(heads):
 X = torch.zeros(5, 2, 8)
 
 
-MESSAGES = [
-    (lambda: fairseq.get_slopes(-1), ValueError, "get_slopes: n must be at least 1, got -1"),
-    (lambda: fairseq.calc_alibi_bias(0, 2), ValueError, "calc_alibi_bias: seq_len must be at least 1, got 0"),
-    (lambda: fairseq.calc_alibi_bias(2, "2"), TypeError, "calc_alibi_bias: heads must be an integer, got '2'"),
-    (lambda: fairseq.buffered_future_mask(X.long(), 2), TypeError, "buffered_future_mask: tensor must hold floating point, got int64"),
-    (lambda: fairseq.buffered_future_mask(X[0, 0], 2), ValueError, r"buffered_future_mask: tensor must have shape \[B, T, ...\] with T at least 1, got \[8\]"),
-    (lambda: fairseq.ParallelAttentionBlock(8, heads=0), ValueError, "ParallelAttentionBlock: heads must be at least 1, got 0"),
-    (lambda: fairseq.ParallelAttentionBlock(8)(X[0]), ValueError, r"ParallelAttentionBlock: x must have shape \[B, T, dim = 8\], got \[2, 8\]"),
-]  # fmt: skip
+WRONG_VALUES = [
+    (lambda: fairseq.get_slopes(-1), "get_slopes: n must be at least 1, got -1"),
+    (lambda: fairseq.calc_alibi_bias(0, 2), "calc_alibi_bias: seq_len must be at least 1, got 0"),
+    (
+        lambda: fairseq.buffered_future_mask(X[0, 0], 2),
+        r"_mask: tensor must have .*, got \[8\]",
+    ),
+    (lambda: fairseq.ParallelAttentionBlock(8, heads=0), "Block: heads must be at least 1, got 0"),
+    (lambda: fairseq.ParallelAttentionBlock(8)(X[0]), r"^ParallelA.*: x must .* \[2, 8\]"),
+]
+WRONG_KINDS = [
+    (
+        lambda: fairseq.calc_alibi_bias(2, "2"),
+        "^calc_alibi_bias: heads must be an integer, got '2'",
+    ),
+    (lambda: fairseq.buffered_future_mask(X.long(), 2), "_mask: tensor must hold .*, got int64"),
+]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), MESSAGES, ids=[row[2] for row in MESSAGES])
-def test_bad_input_is_refused_by_name(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+@pytest.mark.parametrize("error", [ValueError, TypeError])
+def test_bad_input_is_refused_by_name(error):
+    for call, message in WRONG_VALUES if error is ValueError else WRONG_KINDS:
+        with pytest.raises(error, match=message):
+            call()

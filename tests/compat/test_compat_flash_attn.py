@@ -1,4 +1,4 @@
-"""`linbias.compat.flash_attn` gives what flash-attn's documentation says, restated here in plain code."""
+"""`linbias.compat.flash_attn` gives what flash-attn's documentation says, in plain code."""
 
 import inspect
 from pathlib import Path
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("same_start")
 
 
 def plain(q, k, v, slopes=None, causal=False, scale=None, first=0, end=None):
-    """Attention over the keys first .. end - 1 with a bias of -slope * |i + S - T - j|, scores in memory: out and lse."""
+    """Out and lse over the keys first .. end - 1, with a bias of -slope * |i + S - T - j|."""
     k, v = (x[:, first:end].repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     T, S = q.shape[1], k.shape[1]
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -25,9 +25,8 @@ def plain(q, k, v, slopes=None, causal=False, scale=None, first=0, end=None):
         scores = scores.masked_fill(distance < 0, -torch.inf)
     weights = scores.softmax(-1).nan_to_num()
     lse = scores.logsumexp(-1)
-    return torch.einsum("bhij,bjhd->bihd", weights, v), lse.masked_fill(
-        lse == -torch.inf, torch.inf
-    )
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    return torch.einsum("bhij,bjhd->bihd", weights, v), lse
 
 
 B, T, S, H, G, D = 2, 7, 11, 6, 3, 8
@@ -44,19 +43,17 @@ def inputs(T=T, S=S, G=G, dtype=torch.float64):
     return q, k, v
 
 
-def same_with_gradients(got, want, leaves, **tolerance):
+def same_with_gradients(got, want, leaves):
     """Outputs are equal, and so are their gradients, for all results that have some."""
     douts = [torch.randn_like(x) for x in want]
     for found, expected in zip(got, want, strict=True):
-        torch.testing.assert_close(found, expected, **tolerance)
-    gradients = (
-        torch.autograd.grad(
-            [x.masked_fill(x.isinf(), 0) for x in results], leaves, douts, allow_unused=True
-        )
-        for results in (got, want)
-    )
+        torch.testing.assert_close(found, expected)
+    gradients = []
+    for results in (got, want):
+        finite = [x.masked_fill(x.isinf(), 0) for x in results]
+        gradients.append(torch.autograd.grad(finite, leaves, douts, allow_unused=True))
     for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected, **tolerance)
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("slopes", SLOPES)
@@ -64,18 +61,13 @@ def same_with_gradients(got, want, leaves, **tolerance):
 @pytest.mark.parametrize("lengths", [(7, 11), (11, 7), (9, 9)], ids=str)
 def test_flash_attn_func(slopes, causal, lengths):
     q, k, v = inputs(*lengths)
+    given = None if SLOPES[slopes] is None else SLOPES[slopes].double().requires_grad_()
     out, lse, s_dmask = flash_attn.flash_attn_func(
-        q, k, v, causal=causal, alibi_slopes=SLOPES[slopes], return_attn_probs=True
+        q, k, v, causal=causal, alibi_slopes=given, return_attn_probs=True
     )
     assert s_dmask is None and out.is_contiguous()
-    same_with_gradients((out, lse), plain(q, k, v, SLOPES[slopes], causal), (q, k, v))
-
-
-def test_rows_without_keys_have_zeros_and_an_infinite_lse():
-    q, k, v = inputs(5, 2)
-    out, lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
-    assert not out[:, :3].any() and (lse[..., :3] == torch.inf).all()
-    assert out[:, 3:].all() and lse[..., 3:].isfinite().all()
+    leaves = (q, k, v) if given is None else (q, k, v, given)
+    same_with_gradients((out, lse), plain(q, k, v, given, causal), leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -144,9 +136,8 @@ def test_varlen_qkvpacked():
     slopes = torch.rand(H)
     qkv = torch.randn(9, 3, H, D, dtype=torch.float64, requires_grad=True)
     lengths = torch.tensor([0, 4, 9], dtype=torch.int32)
-    got = flash_attn.flash_attn_varlen_qkvpacked_func(
-        qkv, lengths, 5, causal=True, alibi_slopes=slopes
-    )
+    options = {"causal": True, "alibi_slopes": slopes}
+    got = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, lengths, 5, **options)
     want = [plain(*part[None].unbind(2), slopes, True)[0][0] for part in (qkv[:4], qkv[4:])]
     same_with_gradients([got], [torch.cat(want)], (qkv,))
 
@@ -176,10 +167,10 @@ def test_new_keys_are_written_where_each_row_ends(caches, causal, num_new):
     before = [cache.clone() for cache in caches]
     q = torch.randn(3, num_new, H, D)
     k, v = torch.randn(2, 3, num_new, G, D)
+    options = {"causal": causal, "alibi_slopes": slopes, "return_softmax_lse": True}
     out, lse = flash_attn.flash_attn_with_kvcache(
-        q, *caches, k, v, cache_seqlens=filled, causal=causal, alibi_slopes=slopes,
-        return_softmax_lse=True,
-    )  # fmt: skip
+        q, *caches, k, v, cache_seqlens=filled, **options
+    )
     for cache, old, new in zip(caches, before, (k, v), strict=True):
         for b, start in enumerate(filled.tolist()):
             old[b, start : start + num_new] = new[b]
@@ -201,10 +192,14 @@ def test_padding_on_the_left_and_rows_of_the_cache_in_another_order(caches):
     q, slopes = torch.randn(2, 1, H, D), torch.rand(2, H)
     k, v = torch.randn(2, 2, 1, G, D)
     rows, first = torch.tensor([2, 0]), torch.tensor([3, 0])
+    where = {
+        "cache_seqlens": torch.tensor([9, 4]),
+        "cache_batch_idx": rows,
+        "cache_leftpad": first,
+    }
     out = flash_attn.flash_attn_with_kvcache(
-        q, *caches, k, v, cache_seqlens=torch.tensor([9, 4]), cache_batch_idx=rows, cache_leftpad=first,
-        causal=True, alibi_slopes=slopes,
-    )  # fmt: skip
+        q, *caches, k, v, **where, causal=True, alibi_slopes=slopes
+    )
     assert torch.equal(caches[0][2, 9], k[0, 0]) and torch.equal(caches[1][0, 4], v[1, 0])
     want = [
         plain(q[b : b + 1], *(c[r : r + 1] for c in caches), slopes[b], True, None, a, e)[0]
@@ -217,8 +212,8 @@ def test_padding_on_the_left_and_rows_of_the_cache_in_another_order(caches):
 @pytest.mark.parametrize("rows", [None, torch.tensor([1, 2, 0])], ids=["in order", "chosen"])
 @pytest.mark.parametrize("num_new", [0, 1, 3])
 def test_what_lies_outside_of_the_filled_positions_changes_nothing(caches, garbage, rows, num_new):
-    """Caches are made with `torch.empty`, and rows that are used anew hold what was there before."""
-    filled, first = torch.tensor([0, 13, 6]), torch.tensor([0, 5, 6])
+    """Caches are made with `torch.empty`, and rows hold what was there before."""
+    filled, first, slopes = torch.tensor([0, 13, 6]), torch.tensor([0, 5, 6]), torch.rand(H)
     q = torch.randn(3, max(1, num_new), H, D)
     new = torch.randn(2, 3, num_new, G, D).unbind() if num_new else ()
     is_garbage = torch.ones(3, 16, dtype=torch.bool)
@@ -227,11 +222,9 @@ def test_what_lies_outside_of_the_filled_positions_changes_nothing(caches, garba
 
     def attend(value):
         own = [cache.masked_fill(is_garbage[..., None, None], value) for cache in caches]
-        return flash_attn.flash_attn_with_kvcache(
-            q, *own, *new, cache_seqlens=filled, cache_batch_idx=rows, cache_leftpad=first,
-            causal=True, alibi_slopes=torch.rand(H, generator=torch.Generator().manual_seed(0)),
-            return_softmax_lse=True,
-        )  # fmt: skip
+        where = {"cache_seqlens": filled, "cache_batch_idx": rows, "cache_leftpad": first}
+        options = {"causal": True, "alibi_slopes": slopes, "return_softmax_lse": True}
+        return flash_attn.flash_attn_with_kvcache(q, *own, *new, **where, **options)
 
     for found, expected in zip(attend(garbage), attend(0.0), strict=True):
         assert torch.equal(found, expected)
@@ -261,25 +254,25 @@ def test_nothing_of_a_cache_is_differentiated(caches):
 
 # ---- signatures and programs
 
+OPTIONS = """dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic
+    return_attn_probs"""
+BOTH = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 SIGNATURES = {
-    "flash_attn_func": "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs",
-    "flash_attn_kvpacked_func": "q kv dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs",
-    "flash_attn_qkvpacked_func": "qkv dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs",
-    "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size"
-    " softcap alibi_slopes deterministic return_attn_probs block_table",
-    "flash_attn_varlen_kvpacked_func": "q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal"
-    " window_size softcap alibi_slopes deterministic return_attn_probs",
-    "flash_attn_varlen_qkvpacked_func": "qkv cu_seqlens max_seqlen dropout_p softmax_scale causal window_size softcap alibi_slopes"
-    " deterministic return_attn_probs",
-    "flash_attn_with_kvcache": "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table"
-    " softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse",
+    "flash_attn_func": f"q k v {OPTIONS}",
+    "flash_attn_kvpacked_func": f"q kv {OPTIONS}",
+    "flash_attn_qkvpacked_func": f"qkv {OPTIONS}",
+    "flash_attn_varlen_func": f"q k v {BOTH} {OPTIONS} block_table",
+    "flash_attn_varlen_kvpacked_func": f"q kv {BOTH} {OPTIONS}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {OPTIONS}",
+    "flash_attn_with_kvcache": "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens"
+    " cache_batch_idx cache_leftpad block_table softmax_scale causal window_size softcap"
+    " rotary_interleaved alibi_slopes num_splits return_softmax_lse",
 }
-DEFAULTS = {
-    "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None,
-    "deterministic": False, "return_attn_probs": False, "block_table": None, "k": None, "v": None, "rotary_cos": None,
-    "rotary_sin": None, "cache_seqlens": None, "cache_batch_idx": None, "cache_leftpad": None, "rotary_interleaved": True,
-    "num_splits": 0, "return_softmax_lse": False,
-}  # fmt: skip
+NOT_NONE = {
+    **{"dropout_p": 0.0, "causal": False, "window_size": (-1, -1), "softcap": 0.0},
+    **{"deterministic": False, "return_attn_probs": False, "rotary_interleaved": True},
+    **{"num_splits": 0, "return_softmax_lse": False},
+}
 
 
 @pytest.mark.parametrize("name", flash_attn.__all__)
@@ -290,29 +283,22 @@ def test_arguments_are_those_of_flash_attn_in_their_order(name):
     for argument, parameter in parameters.items():
         assert parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         if parameter.default is not parameter.empty:
-            assert parameter.default == DEFAULTS[argument], argument
+            assert parameter.default == NOT_NONE.get(argument), argument
 
 
 def test_a_window_may_say_causal():
     q, k, v = inputs()
-    causal = flash_attn.flash_attn_func(q, k, v, causal=True)
-    for window in ((-1, 0), (S, 0)):
-        assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=window), causal)
-    for window in ((S - 1, T - 1), (S - 1, -1), (-1, S), (S, S)):
-        wide = flash_attn.flash_attn_func(q, k, v, window_size=window)
-        assert torch.equal(wide, flash_attn.flash_attn_func(q, k, v))
-    for window in ((S - 1, 0), (S + 3, -1), (S - 1, 2)):
+    causal, whole = (flash_attn.flash_attn_func(q, k, v, causal=c) for c in (True, False))
+    said = {causal: ((-1, 0), (S, 0)), whole: ((S - 1, T - 1), (S - 1, -1), (-1, S), (S, S))}
+    for expected, windows in said.items():
+        for window in windows:
+            assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=window), expected)
+    for window in ((S - 1, 0), (S + 3, -1), (S - 1, 2), (-1, 2)):
         taken = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=window)
         assert torch.equal(taken, causal)
-    with pytest.raises(NotImplementedError, match="window_size must be"):
-        flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(S - 2, -1))
-    with pytest.raises(NotImplementedError, match="window_size must be"):
-        flash_attn.flash_attn_func(q, k, v, window_size=(-1, T - 2))
-    wide = flash_attn.flash_attn_func(q, k, v, window_size=(S, S))
-    assert torch.equal(wide, flash_attn.flash_attn_func(q, k, v))
-    assert torch.equal(
-        flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(-1, 2)), causal
-    )
+    for options in (dict(causal=True, window_size=(S - 2, -1)), dict(window_size=(-1, T - 2))):
+        with pytest.raises(NotImplementedError, match="window_size must be"):
+            flash_attn.flash_attn_func(q, k, v, **options)
 
 
 def test_dropout_keeps_the_mean():
@@ -320,13 +306,6 @@ def test_dropout_keeps_the_mean():
     v = torch.ones(1, 4096, 1, 8)
     out = flash_attn.flash_attn_func(q, k, v, dropout_p=0.5)
     assert out[0, 0, 0, 0] != 1 and abs(out[0, 0, 0, 0] - 1) < 0.1
-
-
-def test_slopes_are_differentiable():
-    q, k, v = inputs()
-    slopes = torch.rand(H, dtype=torch.float64, requires_grad=True)
-    got = flash_attn.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
-    same_with_gradients([got], plain(q, k, v, slopes, True)[:1], (slopes, q))
 
 
 @pytest.fixture(scope="module")
@@ -368,13 +347,14 @@ def test_a_gpt_written_for_flash_attn_generates_with_its_cache(gpt):
 
 Q, K, V = torch.zeros(B, T, H, D), torch.zeros(B, S, G, D), torch.zeros(B, S, G, D)
 OF_2 = torch.tensor([0, 4, 9], dtype=torch.int32)
+OF_Q, OF_K = torch.tensor([0, 3, 7]), torch.tensor([0, 4, 11])
+NEW, FEW = torch.zeros(B, 2, G, D), torch.zeros(B, 2, 1, D)
+t, PROBS = torch.tensor, dict(dropout_p=0.1, return_attn_probs=True)
+FULL = dict(k=NEW, v=NEW, cache_seqlens=10)
 
 
 def call(q=Q, k=K, v=V, **options):
     return flash_attn.flash_attn_func(q, k, v, **options)
-
-
-OF_Q, OF_K = torch.tensor([0, 3, 7]), torch.tensor([0, 4, 11])
 
 
 def varlen(q=Q[0], of_q=OF_Q, of_k=OF_K, longest=(4, 7), **options):
@@ -385,45 +365,72 @@ def cached(q=Q[:, :1], cache=K, k=None, v=None, **options):
     return flash_attn.flash_attn_with_kvcache(q, cache.clone(), V.clone(), k, v, **options)
 
 
-NEW = torch.zeros(B, 2, G, D)
-MESSAGES = [
-    (lambda: call(q=None), TypeError, "flash_attn_func: q must be a torch.Tensor, got NoneType"),
-    (lambda: call(k=K[0]), ValueError, r"flash_attn_func: k must have axes \[B, T, H, D\], got \[11, 3, 8\]"),
-    (lambda: call(v=V.half()), TypeError, "flash_attn_func: v must hold floating point, in the dtype and on the device of q, torch.float32 on cpu, got torch.float16 on cpu"),
-    (lambda: call(v=V[:, 1:]), ValueError, r"flash_attn_func: v must have shape \[2, 11, 3, 8\], got \[2, 10, 3, 8\]"),
-    (lambda: call(k=K[:1]), ValueError, r"flash_attn_func: k must have shape \[2, 11, 3, 8\], got \[1, 11, 3, 8\]"),
-    (lambda: call(q=Q[:, :, :5]), ValueError, "flash_attn_func: the heads of q must be a multiple of those of k, got 5 and 3"),
-    (lambda: call(softcap=30.0), NotImplementedError, r"flash_attn_func: softcap must be at most 0 \(none\), .*, got 30.0"),
-    (lambda: call(window_size=(4, 0)), NotImplementedError, r"flash_attn_func: window_size must be \(-1, -1\), or \(-1, 0\) for causal: .*; got \(4, 0\)"),
-    (lambda: call(window_size=(-1, 3)), NotImplementedError, r"window_size must be .*; got \(-1, 3\)"),
-    (lambda: call(dropout_p=1.0), ValueError, r"flash_attn_func: dropout_p must be in \[0, 1 - 2\^-32\], got 1.0"),
-    (lambda: call(dropout_p=0.1, return_attn_probs=True), NotImplementedError, "return_attn_probs must be False with dropout, .*; got dropout_p=0.1"),
-    (lambda: call(alibi_slopes=torch.ones(G)), ValueError, r"alibi_slopes must have shape \[H\] = \[6\] or \[B, H\] = \[2, 6\], got \[3\]"),
-    (lambda: call(alibi_slopes=[0.5] * H), TypeError, "alibi_slopes must be a tensor of floating point, got list"),
-    (lambda: call(alibi_slopes=-torch.ones(H)), ValueError, r"flash_attn_func: alibi_slopes must be at least 0 \(or inf\), got -1.0"),
-    (lambda: flash_attn.flash_attn_qkvpacked_func(Q), ValueError, r"flash_attn_qkvpacked_func: qkv must have shape \[B, T, 3, H, D\], got \[2, 7, 6, 8\]"),
-    (lambda: flash_attn.flash_attn_kvpacked_func(Q, Q[:, :, None]), ValueError, r"flash_attn_kvpacked_func: kv must have shape \[B, T, 2, H, D\], got \[2, 7, 1, 6, 8\]"),
-    (lambda: flash_attn.flash_attn_varlen_qkvpacked_func(Q, OF_2, 5), ValueError, r"qkv must have shape \[total, 3, H, D\], got"),
-    (lambda: varlen(q=Q), ValueError, r"flash_attn_varlen_func: q must have axes \[total, H, D\], got \[2, 7, 6, 8\]"),
-    (lambda: varlen(of_k=OF_2), ValueError, r"flash_attn_varlen_func: cu_seqlens_k must start at 0, never fall and end at 11, got \[0, 4, 9\]"),
-    (lambda: varlen(of_q=torch.tensor([0.0, 7.0])), TypeError, r"cu_seqlens_q must be integers \[B \+ 1\], got float32"),
-    (lambda: varlen(longest=(3, 7)), ValueError, "flash_attn_varlen_func: max_seqlen_q must be at least 4, the longest sequence, got 3"),
-    (lambda: varlen(block_table=OF_2), NotImplementedError, "flash_attn_varlen_func: block_table must be None, since it is not built: gather the pages .*; got Tensor"),
-    (lambda: cached(rotary_cos=Q), NotImplementedError, "flash_attn_with_kvcache: rotary_cos must be None, since it is not built: rotate q and k before the call; got Tensor"),
-    (lambda: cached(block_table=OF_2), NotImplementedError, "flash_attn_with_kvcache: block_table must be None"),
-    (lambda: cached(cache=K[:1]), ValueError, r"flash_attn_with_kvcache: k_cache must have shape \[2, 11, 3, 8\], got \[1, 11, 3, 8\]"),
-    (lambda: cached(k=NEW), ValueError, "flash_attn_with_kvcache: k and v must be given both or neither, got v=None"),
-    (lambda: cached(k=NEW, v=NEW), ValueError, "cache_seqlens must be given with k and v, which are written there, got None"),
-    (lambda: cached(k=NEW, v=NEW, cache_seqlens=10), ValueError, r"cache_seqlens must be in \[0, 9\], so that 2 more fit into the cache, got \[10, 10\]"),
-    (lambda: cached(k=NEW[:, :, :1], v=NEW[:, :, :1], cache_seqlens=1), ValueError, "k must have the 3 heads of k_cache, got 1"),
-    (lambda: cached(cache_seqlens=torch.tensor([1])), ValueError, r"cache_seqlens must have shape \[B\] = \[2\], got \[1\]"),
-    (lambda: cached(cache_seqlens=2.0), TypeError, "cache_seqlens must hold integers, got float"),
-    (lambda: cached(cache_batch_idx=torch.tensor([0, 2])), ValueError, r"cache_batch_idx must be in \[0, 1\], got \[0, 2\]"),
-    (lambda: cached(cache_leftpad=torch.tensor([0, -1])), ValueError, r"cache_leftpad must be in \[0, 11\], got \[0, -1\]"),
-]  # fmt: skip
+def qkvpacked():
+    return flash_attn.flash_attn_qkvpacked_func(Q)
 
 
-@pytest.mark.parametrize(("run", "error", "message"), MESSAGES, ids=[row[2] for row in MESSAGES])
-def test_bad_input_is_refused_by_name(run, error, message):
-    with pytest.raises(error, match=message):
-        run()
+def kvpacked():
+    return flash_attn.flash_attn_kvpacked_func(Q, Q[:, :, None])
+
+
+def varlen_qkvpacked():
+    return flash_attn.flash_attn_varlen_qkvpacked_func(Q, OF_2, 5)
+
+
+WRONG_VALUES = [
+    (call, dict(k=K[0]), r"k must have axes \[B, T, H, D\], got \[11, 3, 8\]"),
+    (call, dict(v=V[:, 1:]), r"v must have shape \[2, 11, 3, 8\], got \[2, 10, 3, 8\]"),
+    (call, dict(k=K[:1]), r"k must have shape \[2, 11, 3, 8\], got \[1, 11, 3, 8\]"),
+    (call, dict(q=Q[:, :, :5]), "the heads of q must be a multiple of those of k, got 5 and 3"),
+    (call, dict(dropout_p=1.0), r"dropout_p must be in \[0, 1 - 2\^-32\], got 1.0"),
+    (
+        call,
+        dict(alibi_slopes=t([1.0])),
+        r"alibi_slopes must have .*\[B, H\] = \[2, 6\], got \[1\]",
+    ),
+    (call, dict(alibi_slopes=-t([1.0] * H)), r"alibi_slopes must be at least 0 .*, got -1"),
+    (qkvpacked, {}, r"qkv must have shape \[B, T, 3, H, D\], got \[2, 7, 6, 8\]"),
+    (kvpacked, {}, r"kv must have shape \[B, T, 2, H, D\], got \[2, 7, 1, 6, 8\]"),
+    (varlen_qkvpacked, {}, r"qkv must have shape \[total, 3, H, D\], got"),
+    (varlen, dict(q=Q), r"q must have axes \[total, H, D\], got \[2, 7, 6, 8\]"),
+    (varlen, dict(of_k=OF_2), r"cu_seqlens_k must start at 0, .* end at 11, got \[0, 4, 9\]"),
+    (varlen, dict(longest=(3, 7)), "max_seqlen_q must be at least 4, the longest sequence, got 3"),
+    (cached, dict(cache=K[:1]), r"k_cache must have shape \[2, 11, 3, 8\], got \[1, 11, 3, 8\]"),
+    (cached, dict(k=NEW), "k and v must be given both or neither, got v=None"),
+    (cached, dict(k=NEW, v=NEW), "cache_seqlens must be given with k and v, .*, got None"),
+    (cached, FULL, r"cache_seqlens must be in \[0, 9\], so that 2 more fit .*, got \[10, 10\]"),
+    (cached, dict(k=FEW, v=FEW, cache_seqlens=1), "k must have the 3 heads of k_cache, got 1"),
+    (cached, dict(cache_seqlens=t([1])), r"cache_seqlens must have .* \[B\] = \[2\], got \[1\]"),
+    (
+        cached,
+        dict(cache_batch_idx=t([0, 2])),
+        r"cache_batch_idx must be in \[0, 1\], got \[0, 2\]",
+    ),
+    (cached, dict(cache_leftpad=t([0, -1])), r"cache_leftpad must be in \[0, 11\], got \[0, -1\]"),
+]
+WRONG_KINDS = [
+    (call, dict(q=None), "q must be a torch.Tensor, got NoneType"),
+    (call, dict(v=V.half()), "v must hold floating point, .* torch.float32 .*, got torch.float16"),
+    (call, dict(alibi_slopes=[0.5] * H), "alibi_slopes must be a tensor of floating .*, got list"),
+    (varlen, dict(of_q=t([0.0, 7.0])), r"cu_seqlens_q must be integers \[B \+ 1\], got float32"),
+    (cached, dict(cache_seqlens=2.0), "cache_seqlens must hold integers, got float"),
+]
+NOT_BUILT = [
+    (call, dict(softcap=30.0), r"softcap must be at most 0 \(none\), .*, got 30.0"),
+    (call, dict(window_size=(4, 0)), r"window_size must be .* for causal: .*; got \(4, 0\)"),
+    (call, dict(window_size=(-1, 3)), r"window_size must be .*; got \(-1, 3\)"),
+    (call, PROBS, "return_attn_probs must be False with dropout, .*; got dropout_p=0.1"),
+    (varlen, dict(block_table=OF_2), "block_table must be None, .*: gather the pages .*Tensor"),
+    (cached, dict(rotary_cos=Q), "rotary_cos must be None, .*: rotate q and k before .*Tensor"),
+    (cached, dict(block_table=OF_2), "block_table must be None"),
+]
+TABLES = {ValueError: WRONG_VALUES, TypeError: WRONG_KINDS, NotImplementedError: NOT_BUILT}
+MESSAGES = [(error, *row) for error, rows in TABLES.items() for row in rows]
+NAMES = {call: "func", cached: "with_kvcache", varlen: "varlen_func", qkvpacked: "qkvpacked_func"}
+NAMES |= {kvpacked: "kvpacked_func", varlen_qkvpacked: "varlen_qkvpacked_func"}
+
+
+@pytest.mark.parametrize(("error", "run", "given", "words"), MESSAGES)
+def test_bad_input_is_refused_by_name(error, run, given, words):
+    with pytest.raises(error, match=f"^flash_attn_{NAMES[run]}: .*{words}"):
+        run(**given)

@@ -45,9 +45,8 @@ MASKS = {
 def test_labmls_layer(kind):
     ours, theirs = pair()
     inputs, mask = torch.randn(3, 19, 2, 24), MASKS[kind](19)
-    for got, want in zip(
-        with_gradients(ours, inputs, mask), with_gradients(theirs, inputs, mask), strict=True
-    ):
+    found = (with_gradients(layer, inputs, mask) for layer in (ours, theirs))
+    for got, want in zip(*found, strict=True):
         most = 1e-6 * max(1.0, float(want.detach().abs().max()))
         torch.testing.assert_close(got, want, rtol=0, atol=most)
 
@@ -72,9 +71,7 @@ def test_labmls_slopes_and_biases(heads):
 
 def test_a_causal_mask_is_recognised_and_needs_no_matrix_of_scores(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        labml, "attention", lambda q, *_, **options: seen.append(options.get("mask")) or q
-    )
+    monkeypatch.setattr(labml, "attention", lambda q, *_, **o: seen.append(o.get("mask")) or q)
     layer = labml.AlibiMultiHeadAttention(2, 8)
     causal, changed = (torch.ones(300, 300).tril()[..., None] for _ in range(2))
     changed[299, 4] = 0  # beyond the rows that are compared first
@@ -89,10 +86,8 @@ def test_biases_are_those_of_the_mask_of_the_call():
     ours, theirs = pair()
     x = torch.randn(9, 2, 24)
     ours(query=x, key=x, value=x, mask=MASKS["causal"](9))
-    second = holes(9)
-    torch.testing.assert_close(
-        ours(query=x, key=x, value=x, mask=second), theirs(query=x, key=x, value=x, mask=second)
-    )
+    got, want = (layer(query=x, key=x, value=x, mask=holes(9)) for layer in (ours, theirs))
+    torch.testing.assert_close(got, want)
 
 
 def test_rows_of_the_batch_may_have_masks_of_their_own():
@@ -136,22 +131,29 @@ def layer(**given):
     return labml.AlibiMultiHeadAttention(2, 8)(**arguments)
 
 
-MESSAGES = [
-    (lambda: labml.get_slopes(0), ValueError, "get_slopes: n_heads must be at least 1, got 0"),
-    (lambda: labml.get_slopes(2.0), TypeError, "get_slopes: n_heads must be an integer, got 2.0"),
-    (lambda: labml.get_alibi_biases(True, CAUSAL[..., 0]), TypeError, "get_alibi_biases: n_heads must be an integer, got True"),
-    (lambda: labml.get_alibi_biases(2, CAUSAL), ValueError, r"get_alibi_biases: mask must have shape \[q, k\], got \[5, 5, 1\]"),
-    (lambda: labml.AlibiMultiHeadAttention(3, 8), ValueError, "AlibiMultiHeadAttention: d_model must be a multiple of heads = 3, got 8"),
-    (lambda: labml.AlibiMultiHeadAttention(2, 8, 1.0), ValueError, r"AlibiMultiHeadAttention: dropout_prob must be in \[0, 1 - 2\^-32\], got 1.0"),
-    (lambda: layer(mask=None), TypeError, r"AlibiMultiHeadAttention: mask must be a torch.Tensor \[T, T, 1\] or \[T, T, B\], got None"),
-    (lambda: layer(mask=CAUSAL[..., 0]), ValueError, r"mask must have shape \[T, T, 1\] or \[T, T, B\], got \[5, 5\]"),
-    (lambda: layer(mask=CAUSAL[:4]), ValueError, r"mask must have shape \[T, T, 1\] = \[5, 5, 1\] or \[T, T, B\] = \[5, 5, 2\], got \[4, 5, 1\]"),
-    (lambda: layer(query=X[..., :4]), ValueError, r"query must have shape \[T, B, d_model = 8\], got \[5, 2, 4\]"),
-    (lambda: layer(value=X[1:]), ValueError, r"value must have the shape of query, \[5, 2, 8\], got \[4, 2, 8\]"),
-]  # fmt: skip
+LAYER = "^AlibiMultiHeadAttention: "
+WRONG_VALUES = [
+    (lambda: labml.get_slopes(0), "get_slopes: n_heads must be at least 1, got 0"),
+    (lambda: labml.get_alibi_biases(2, CAUSAL), r"mask must have .* \[q, k\], got \[5, 5, 1\]"),
+    (lambda: labml.AlibiMultiHeadAttention(3, 8), f"{LAYER}d_model must be .* heads = 3, got 8"),
+    (lambda: labml.AlibiMultiHeadAttention(2, 8, 1.0), f"{LAYER}dropout_prob must be .*, got 1.0"),
+    (lambda: layer(mask=CAUSAL[..., 0]), rf"{LAYER}mask must have .* \[T, T, B\], got \[5, 5\]"),
+    (
+        lambda: layer(mask=CAUSAL[:4]),
+        r"= \[5, 5, 1\] or \[T, T, B\] = \[5, 5, 2\], got \[4, 5, 1\]",
+    ),
+    (lambda: layer(query=X[..., :4]), r"query must have .* d_model = 8\], got \[5, 2, 4\]"),
+    (lambda: layer(value=X[1:]), r"value must have .* query, \[5, 2, 8\], got \[4, 2, 8\]"),
+]
+WRONG_KINDS = [
+    (lambda: labml.get_slopes(2.0), "get_slopes: n_heads must be an integer, got 2.0"),
+    (lambda: labml.get_alibi_biases(True, CAUSAL[..., 0]), "n_heads must be an .*, got True"),
+    (lambda: layer(mask=None), rf"{LAYER}mask must be a torch.Tensor \[T, T, 1\] .*, got None"),
+]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), MESSAGES, ids=[row[2] for row in MESSAGES])
-def test_bad_input_is_refused_by_name(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+@pytest.mark.parametrize("error", [ValueError, TypeError])
+def test_bad_input_is_refused_by_name(error):
+    for call, message in WRONG_VALUES if error is ValueError else WRONG_KINDS:
+        with pytest.raises(error, match=message):
+            call()

@@ -1,4 +1,4 @@
-"""What the processes of `test_context_parallel` run: attention and models on their piece of a sequence."""
+"""What the processes of `test_context_parallel` run on their piece of a sequence."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -54,11 +54,10 @@ def attend(
     narrow = getattr(torch, dtype)
     wide = torch.float64 if dtype == "float64" else torch.float32
     seed = options.pop("seed", None)
+    types = dict.fromkeys("qkv", narrow) | {"left": wide, "right": wide}
     leaves = {
-        name: torch.tensor(arrays[name], dtype=narrow if name in "qkv" else wide).requires_grad_(
-            backward
-        )
-        for name in ("q", "k", "v", "left", "right")
+        name: torch.tensor(arrays[name], dtype=dtype, requires_grad=backward)
+        for name, dtype in types.items()
         if arrays.get(name) is not None
     }
     options = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
@@ -133,7 +132,7 @@ def not_linbias() -> None:
 
 
 def attend_in_two_threads(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Whole sequences of this process alone: before a block, and within one by another thread; and what the block's own gets."""
+    """A whole sequence before a block, and within one by another thread; and what the own gets."""
     q = torch.randn(1, 2, 50, 8, generator=torch.Generator().manual_seed(seed))
     alone, own = linbias.torch.attention(q, q, q), []
     with context_parallel.use():
@@ -149,27 +148,14 @@ def attend_in_two_threads(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.
 def attend_packed(
     arrays: dict[str, np.ndarray], edges: list[int], options: dict[str, Any]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], tuple[int, int, int]]:
-    """`attend`, of packed documents: arrays [n, heads, size] and their edges in the whole sequence."""
+    """`attend`, of packed documents: arrays [n, heads, size] and their edges in the whole."""
     leaves = {n: torch.tensor(arrays[n]).requires_grad_() for n in ("q", "k", "v", "slopes")}
     with Sent() as sent:
+        q, k, v, slopes = leaves.values()
         out, lse = context_parallel.attention_varlen(
-            leaves["q"], leaves["k"], leaves["v"], torch.tensor(edges), leaves["slopes"], return_lse=True, **options
-        )  # fmt: skip
+            q, k, v, torch.tensor(edges), slopes, return_lse=True, **options
+        )
         told = sent.bytes, sent.exchanges, sent.gathers
         (out * torch.tensor(arrays["dout"])).sum().backward()
     gradients = {name: leaf.grad for name, leaf in leaves.items()}
     return _numpy({"out": out, "lse": lse}), _numpy(gradients), told
-
-
-def sent_in_a_step(
-    arrays: dict[str, np.ndarray], dtype: str, options: dict[str, Any]
-) -> tuple[int, int]:
-    """Bytes that this process sends forward, and forward and backward."""
-    q, k, v = (
-        torch.tensor(arrays[n], dtype=getattr(torch, dtype)).requires_grad_() for n in "qkv"
-    )
-    with Sent() as sent:
-        out = context_parallel.attention(q, k, v, **options)
-        forward = sent.bytes
-        out.sum().backward()
-    return forward, sent.bytes

@@ -1,6 +1,6 @@
-"""Processes of torch.distributed on this machine, kept for many calls: `Ranks` starts them, and runs a function on each.
+"""Processes of torch.distributed on this machine, kept for many calls.
 
-A function is named as module:function of a module in this folder. Its arguments and results are pickled between processes of ours.
+A function is named as module:function of a module in this folder.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ class Ranks:
 
     Example:
         with Ranks(2) as ranks:
-            first, second = ranks.run("some_module:function", [(argument_of_rank_0,), (argument_of_rank_1,)])
+            first, second = ranks.run("some_module:function", [(of_rank_0,), (of_rank_1,)])
     """
 
     def __init__(self, size: int, seconds: float = 60.0) -> None:

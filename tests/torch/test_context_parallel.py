@@ -1,4 +1,4 @@
-"""Attention over a sequence in pieces on several processes: the contract, what is sent, and what is refused."""
+"""Attention over a sequence in pieces on several processes: the contract, and what is sent."""
 
 import re
 from collections.abc import Iterator
@@ -36,6 +36,20 @@ def cut(n: int, size: int, how: str) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(edges)]
 
 
+def pieces_of(arrays: dict[str, Any], n: int, how: str = "even") -> list[dict[str, Any]]:
+    """Arrays [B, heads, n, ...] of four processes; slopes are those of all."""
+    cut_up = ("q", "k", "v", "dout", "dlse")
+    return [
+        {name: x[:, :, rows] if name in cut_up else x for name, x in arrays.items()}
+        for rows in cut(n, 4, how)
+    ]
+
+
+def join(found: list[Any], name: str, kind: int = 0) -> np.ndarray[Any, Any]:
+    """A result of the whole sequence."""
+    return np.concatenate([part[kind][name] for part in found], 2)
+
+
 class Pieces:
     """`context_parallel.attention` on four processes, as the contract asks for it."""
 
@@ -43,38 +57,30 @@ class Pieces:
         self.ranks, self.how, self.options = ranks, how, options
         self.sent: list[Any] = []
 
-    def run(self, inputs: Inputs, case: Case, dtype: str, *, tolerance: float | None = None, layout: str = "plain") -> Any:  # fmt: skip
-        options = {
-            **{"causal": case.causal, "scale": case.scale, "dropout": case.dropout},
-            **{"tolerance": tolerance, "seed": contract.SEED, **self.options},
-        }
+    def run(
+        self,
+        inputs: Inputs,
+        case: Case,
+        dtype: str,
+        *,
+        tolerance: float | None = None,
+        layout: str = "plain",
+    ) -> Any:
+        options: dict[str, Any] = {"causal": case.causal, "scale": case.scale}
+        options |= {"dropout": case.dropout, "tolerance": tolerance, "seed": contract.SEED}
+        options |= self.options
         if case.key_range is not None:
             options["key_range"] = case.placement["key_range"]
-        given = []
-        for rows in cut(case.T, self.ranks.size, self.how):
-            arrays = {
-                name: x[:, :, rows] if name in ("q", "k", "v", "dout", "dlse") else x
-                for name, x in vars(inputs).items()
-                if x is not None
-            }
-            given.append((arrays, dtype, dict(options)))
-        found = self.ranks.run("pieces:attend", given)
+        whole = {name: x for name, x in vars(inputs).items() if x is not None}
+        arrays = pieces_of(whole, case.T, self.how)
+        found = self.ranks.run("pieces:attend", [(x, dtype, dict(options)) for x in arrays])
         self.sent = [told for _, _, told in found]
-        joined = [
-            {
-                name: np.concatenate([part[kind][name] for part in found], 2)
-                if name in ("out", "lse", "q", "k", "v")
-                else found[0][kind][name]
-                for name in found[0][kind]
-            }
-            for kind in (0, 1)
-        ]
-        for part in found[
-            1:
-        ]:  # gradients of slopes are those of the whole sequence, on every process
+        for part in found[1:]:  # gradients of slopes are those of the whole sequence everywhere
             for name in {"left", "right"} & part[1].keys():
                 assert np.array_equal(part[1][name], found[0][1][name])
-        return tuple(joined)
+        results, gradients = found[0][:2]
+        joined = {name: join(found, name, 0) for name in results}
+        return joined, gradients | {name: join(found, name, 1) for name in "qkv"}
 
 
 def square(name: str, n: int, **changes: Any) -> Case:
@@ -83,21 +89,21 @@ def square(name: str, n: int, **changes: Any) -> Case:
     return case if case.key_range is None else replace(case, query_start=(0, 0))
 
 
-CASES = (
-    *(square(name, 41) for name in ("T-equals-S", "multi-head", "multi-query", "scale", "size-one")),
-    *(square(name, 41) for name in ("slopes-zero", "slopes-mixed", "slopes-per-batch", "slopes-extreme")),
-    *(square(name, 41) for name in ("symmetric", "asymmetric", "asymmetric-per-batch", "directional")),
-    *(square(name, 41) for name in ("both-sides-hidden", "bidirectional-unbiased", "equal-scores", "extreme-logits")),
+SHORT = """T-equals-S multi-head multi-query scale size-one slopes-zero slopes-mixed
+slopes-per-batch slopes-extreme symmetric asymmetric asymmetric-per-batch directional
+both-sides-hidden bidirectional-unbiased equal-scores extreme-logits dropout
+dropout-range-symmetric"""
+LONG = "long long-symmetric long-directional long-per-batch long-T-above-S"
+MIDDLE = "long-dropout far-key-aligned far-key-aligned-symmetric keys-off-center"
+LENGTHS = {41: SHORT, 1031: LONG, 523: MIDDLE}
+CASES = [
+    *(square(name, n) for n, names in LENGTHS.items() for name in names.split()),
     square("left-padding", 41, key_range=((13, 41), (0, 41))),
     square("right-padding", 41, key_range=((0, 29), (0, 41))),
     square("range-symmetric", 41, key_range=((3, 28), (1, 41))),
     replace(square("left-padding", 41), name="empty-range", key_range=((4, 4), (0, 41))),
-    *(square(name, 41) for name in ("dropout", "dropout-range-symmetric")),
-    *(square(name, 1031) for name in ("long", "long-symmetric", "long-directional", "long-per-batch")),
-    square("long-T-above-S", 1031),
-    square("long-dropout", 523),
-    *(square(name, 523) for name in ("far-key-aligned", "far-key-aligned-symmetric", "keys-off-center")),
-)  # fmt: skip
+]
+UNEVEN = [case for case in CASES if case.T > 41 or case.dropout or not case.causal]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -105,7 +111,7 @@ def test_pieces_give_what_one_process_gives(four: Ranks, case: Case) -> None:
     check_case(Pieces(four), case, "float32")
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.T > 41 or c.dropout or not c.causal], ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", UNEVEN, ids=str)
 def test_uneven_and_empty_pieces(four: Ranks, case: Case) -> None:
     check_case(Pieces(four, "uneven"), case, "float32", again=False)
 
@@ -116,7 +122,7 @@ def test_other_types(four: Ranks, name: str) -> None:
 
 
 def test_the_share_that_is_left_out_is_below_the_tolerance(four: Ranks) -> None:
-    """The halo and the kernel leave out half of a large tolerance each, and together no more than that."""
+    """The halo and the kernel leave out half of a large tolerance each."""
     for case in (square("long", 1031), square("long-symmetric", 1031)):
         pieces = Pieces(four)
         contract.check_certificate_holds(pieces, case, 1e-3)
@@ -128,10 +134,7 @@ def test_only_the_keys_that_heads_need_are_sent(four: Ranks) -> None:
     case = Case("bytes", B=2, H=8, G=8, T=8192, S=8192, D=32, E=32)
     rng = np.random.default_rng(0)
     arrays = {n: rng.standard_normal((2, 8, 8192, 32)).astype("f4") for n in "qkv"}
-    given = [
-        ({n: x[:, :, rows] for n, x in arrays.items()}, "float32", {}, False)
-        for rows in cut(case.T, 4, "even")
-    ]
+    given = [(x, "float32", {}, False) for x in pieces_of(arrays, case.T)]
     found = four.run("pieces:attend", given)
     assert sum(_everything(case, 4)) == 96 * 2**20
     assert sum(told[0] for *_, told in found) <= 17 * 2**20
@@ -139,55 +142,55 @@ def test_only_the_keys_that_heads_need_are_sent(four: Ranks) -> None:
 
 
 def _everything(case: Case, size: int) -> list[int]:
-    """Bytes that each of four processes sends in an all-gather of keys and values to the three others."""
+    """Bytes that each of four processes sends in an all-gather of keys and values."""
     piece = case.B * case.G * (case.D + case.E) * case.S // 4 * size
     return [3 * piece] * 4
 
 
 def test_a_given_halo(four: Ranks) -> None:
     case = square("long", 1031)
-    plain = Pieces(four).run(make_inputs(case, "float32"), case, "float32")
+    inputs = make_inputs(case, "float32")
+    plain = Pieces(four).run(inputs, case, "float32")
     lengths = [rows.stop - rows.start for rows in cut(1031, 4, "even")]
     given = Pieces(four, halo=[1031] * case.G, lengths=lengths)
     check_case(given, case, "float32", again=False)
-    with pytest.raises(
-        AssertionError,
-        match=r"halo must be at least \d+ for key/value head 1 on the left of rank 1, got 40",
-    ):
-        Pieces(four, halo=[1031, 40], lengths=lengths).run(
-            make_inputs(case, "float32"), case, "float32"
-        )
+    words = r"halo must be at least \d+ for key/value head 1 on the left of rank 1, got 40"
+    with pytest.raises(AssertionError, match=words):
+        Pieces(four, halo=[1031, 40], lengths=lengths).run(inputs, case, "float32")
     unchecked = Pieces(four, halo=[1031, 40], lengths=lengths, check=False)
-    out = unchecked.run(make_inputs(case, "float32"), case, "float32")[0]["out"]
+    out = unchecked.run(inputs, case, "float32")[0]["out"]
     assert np.abs(out - plain[0]["out"]).max() > 1e-3  # so it was too small indeed
     assert all(told[2] == 0 for told in unchecked.sent)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"options": {"tolerance": 1e-3}}, "tolerance must be the same on all processes, got .* on rank 0 and 0.001 on rank 2"),
-        ({"options": {"causal": False}}, "causal must be the same"),
-        ({"options": {"scale": 0.5}}, "scale must be the same on all processes, got .* and 0.5 on rank 2"),
-        ({"options": {"key_range": np.array([[0, 9]])}}, "key_range must be the same"),
-        ({"dtype": "bfloat16"}, "dtype must be the same on all processes, got float32 on rank 0 and bfloat16 on rank 2"),
-        ({"arrays": {"left": np.ones(4)}}, "slopes must be the same"),
-        ({"shape": (1, 2, 4, 10, 8)}, "B must be the same on all processes, got 1 on rank 0 and 2 on rank 2"),
-        ({"shape": (1, 1, 2, 10, 8)}, "H must be the same on all processes, got 4 on rank 0 and 2 on rank 2"),
-        ({"shape": (1, 1, 4, 10, 16)}, "D must be the same on all processes, got 8 on rank 0 and 16 on rank 2"),
-    ],
-)  # fmt: skip
-def test_calls_that_differ_are_named_on_every_process(four: Ranks, change: dict[str, Any], words: str) -> None:  # fmt: skip
+DIFFERENT = [
+    ({"options": {"tolerance": 1e-3}}, "tolerance .* on rank 0 and 0.001 on rank 2"),
+    ({"options": {"causal": False}}, "causal .*"),
+    ({"options": {"scale": 0.5}}, "scale .*, got .* and 0.5 on rank 2"),
+    ({"options": {"key_range": np.array([[0, 9]])}}, "key_range .*"),
+    ({"dtype": "bfloat16"}, "dtype .*, got float32 on rank 0 and bfloat16 on rank 2"),
+    ({"arrays": {"left": np.ones(4)}}, "slopes .*"),
+    ({"shape": (2, 4, 10, 8)}, "B .*, got 1 on rank 0 and 2 on rank 2"),
+    ({"shape": (1, 2, 10, 8)}, "H .*, got 4 on rank 0 and 2 on rank 2"),
+    ({"shape": (1, 4, 10, 16)}, "D .*, got 8 on rank 0 and 16 on rank 2"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), DIFFERENT)
+def test_calls_that_differ_are_named_on_every_process(
+    four: Ranks, change: Any, words: str
+) -> None:
     given = []
     for rank in range(4):
         mine = change if rank == 2 else {}
-        shape = mine.get("shape", (1, 1, 4, 10, 8))[1:]
-        arrays = {**dict.fromkeys("qkv", np.ones(shape)), **mine.get("arrays", {})}
+        arrays = dict.fromkeys("qkv", np.ones(mine.get("shape", (1, 4, 10, 8))))
+        arrays |= mine.get("arrays", {})
         given.append((arrays, mine.get("dtype", "float32"), mine.get("options", {}), False))
     four.start("pieces:attend", given)
+    name, values = words.split(" ", 1)
     for answer in four.wait():
         assert isinstance(answer, ValueError)
-        assert re.search(words, str(answer)), answer
+        assert re.search(f"{name} must be the same on all processes{values}", str(answer)), answer
 
 
 def test_a_process_that_dies_stops_the_others() -> None:
@@ -200,18 +203,19 @@ def test_a_process_that_dies_stops_the_others() -> None:
         assert "the processes did not meet: one of them has died" in str(answer)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"halo": "some"}, "halo must be 'negotiate' or numbers, got 'some'"),
-        ({"halo": -1}, "halo must be a number, or one for each of 4 key/value heads, at least 0, got -1"),
-        ({"halo": [1, 2]}, "halo must be a number, or one for each of 4"),
-        ({"halo": 1, "lengths": [5, 5]}, r"lengths must be those of the pieces on 4 processes, 10 on rank 0, got \[5, 5\]"),
-        ({"key_range": np.array([[0, 99]])}, "key_range must be 0 <= first <= end <= S = 40, got"),
-        ({"key_range": np.array([0, 9])}, r"key_range must have shape \[B, 2\] = \[1, 2\], got \[2\]"),
-        ({"mask": np.ones((10, 10), bool)}, "unknown|mask"),
-    ],
-)  # fmt: skip
+OF_PIECES = r"lengths must be those of the pieces on 4 processes, 10 on rank 0, got \[5, 5\]"
+REFUSED = [
+    ({"halo": "some"}, "halo must be 'negotiate' or numbers, got 'some'"),
+    ({"halo": -1}, "halo must be a number, or one for each of 4 .*, at least 0, got -1"),
+    ({"halo": [1, 2]}, "halo must be a number, or one for each of 4"),
+    ({"halo": 1, "lengths": [5, 5]}, OF_PIECES),
+    ({"key_range": np.array([[0, 99]])}, "key_range must be 0 <= first <= end <= S = 40, got"),
+    ({"key_range": np.array([0, 9])}, r"must have shape \[B, 2\] = \[1, 2\], got \[2\]"),
+    ({"mask": np.ones((10, 10), bool)}, "unknown|mask"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED)
 def test_refused(four: Ranks, options: dict[str, Any], words: str) -> None:
     arrays = dict.fromkeys("qkv", np.ones((1, 4, 10, 8)))
     four.start("pieces:attend", [(arrays, "float32", dict(options), False)] * 4)
@@ -237,9 +241,8 @@ MODELS = {
 @pytest.mark.parametrize("padded", [False, True])
 def test_whole_models_read_pieces(four: Ranks, name: str, padded: bool) -> None:
     ids = torch.from_numpy(np.random.default_rng(0).integers(61, size=(2, 90)))
-    options: dict[str, Any] = (
-        {} if "learned" in name or "symmetric" in name else {"use_cache": False}
-    )
+    bidirectional = MODELS[name][0] == "masked"
+    options: dict[str, Any] = {} if bidirectional else {"use_cache": False}
     if padded:
         options["attention_mask"] = torch.ones_like(ids)
         options["attention_mask"][0, :37] = 0  # the whole first piece, and some of the second
@@ -255,97 +258,91 @@ def test_whole_models_read_pieces(four: Ranks, name: str, padded: bool) -> None:
     if not padded:  # what a model says at padding means nothing
         for key, weight in model.named_parameters():
             if weight.grad is not None:
-                torch.testing.assert_close(
-                    found[0][1][key], weight.grad, rtol=1e-7, atol=1e-9, msg=key
-                )
+                tolerance = {"rtol": 1e-7, "atol": 1e-9, "msg": key}
+                torch.testing.assert_close(found[0][1][key], weight.grad, **tolerance)
 
 
-@pytest.mark.parametrize(
-    ("position_ids", "words"),
-    [
-        ("head and tail", "position_ids of a piece must count on .* rank 0 .*not made of head and tail"),
-        ("wrong order", "pieces must lie in the order of ranks, got position 30 at the start of that on rank 0"),
-        ("right", None),
-    ],
-)  # fmt: skip
-def test_positions_tell_pieces_that_are_not_in_order(four: Ranks, position_ids: str, words: str | None) -> None:  # fmt: skip
-    ids = torch.arange(40)[None]
-    order = torch.arange(40)[None]
-    if position_ids == "head and tail":
-        order = torch.cat([torch.cat([order[:, 5 * i : 5 * i + 5], order[:, 35 - 5 * i : 40 - 5 * i]], 1) for i in range(4)], 1)  # fmt: skip
-    elif position_ids == "wrong order":
-        order = order.view(4, 10).flip(0).reshape(1, 40)
-    four.start("pieces:read", [(("own", {}), ids, rows, {"position_ids": order, "use_cache": False}) for rows in cut(40, 4, "even")])  # fmt: skip
+IDS = torch.arange(40)[None]
+ENDS = [[*range(5 * i, 5 * i + 5), *range(35 - 5 * i, 40 - 5 * i)] for i in range(4)]
+NOT_CONTIGUOUS = "position_ids of a piece must count on .* rank 0 .*not made of head and tail"
+NOT_BY_RANK = "pieces must lie in the order of ranks, got position 30 at the start of .* rank 0"
+ORDERS = {
+    "head and tail": (torch.tensor(ENDS).view(1, 40), NOT_CONTIGUOUS),
+    "wrong": (IDS.view(4, 10).flip(0).reshape(1, 40), NOT_BY_RANK),
+    "right": (IDS, None),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_positions_tell_pieces_that_are_not_in_order(four: Ranks, order: str) -> None:
+    position_ids, words = ORDERS[order]
+    options = {"position_ids": position_ids, "use_cache": False}
+    four.start("pieces:read", [(("own", {}), IDS, rows, options) for rows in cut(40, 4, "even")])
     for answer in four.wait():
         assert isinstance(answer, ValueError if words else tuple), answer
         assert words is None or re.search(words, str(answer)), answer
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        ("generate_in_pieces", "queries and keys must be those of one piece, so that there is no cache"),
-        ("not_linbias", "linbias.torch.attention must run within the block, but nothing called it"),
-    ],
-)  # fmt: skip
-def test_models_that_cannot_read_pieces(function: str, words: str) -> None:
+def of_position(position: str) -> tuple[Any, ...]:
+    return ("own", {"position": position}), torch.arange(9)[None], slice(0, 9), {}
+
+
+UNREADABLE = [
+    ("generate_in_pieces", (), "queries and keys must be those of one piece, so that there is no"),
+    ("not_linbias", (), "linbias.torch.attention must run within the block, but nothing called"),
+    ("read", of_position("rotary"), "is read by linbias.torch.attention alone"),
+    ("read", of_position("sinusoidal"), "is read by linbias.torch.attention alone"),
+    ("read", of_position("none"), "is read by linbias.torch.attention alone"),
+    ("read", of_position("forget"), "positions are not built yet for a sequence in pieces"),
+    ("read", of_position("cable"), "positions are not built yet for a sequence in pieces"),
+]
+
+
+def test_models_that_cannot_read_pieces() -> None:
     with Ranks(1) as one:
-        one.start(f"pieces:{function}", [()])
-        assert words in str(one.wait()[0])
+        for function, arguments, words in UNREADABLE:
+            one.start(f"pieces:{function}", [arguments])
+            assert words in str(one.wait()[0])
 
 
 def test_a_block_is_a_matter_of_its_thread(four: Ranks) -> None:
-    for rank, (alone, beside, own) in enumerate(four.run("pieces:attend_in_two_threads", [(rank,) for rank in range(4)])):  # fmt: skip
+    found = four.run("pieces:attend_in_two_threads", [(rank,) for rank in range(4)])
+    for rank, (alone, beside, own) in enumerate(found):
         assert torch.equal(beside, alone)
-        assert torch.allclose(own, alone, atol=1e-5) == (rank == 0), (
-            "only the first piece has no keys before it"
-        )
+        # Only the first piece has no keys before it.
+        assert torch.allclose(own, alone, atol=1e-5) == (rank == 0)
 
 
-@pytest.mark.parametrize("position", ["rotary", "sinusoidal", "none"])
-def test_other_positions_are_refused(position: str) -> None:
-    with Ranks(1) as one:
-        one.start("pieces:read", [(("own", {"position": position}), torch.arange(9)[None], slice(0, 9), {})])  # fmt: skip
-        assert "is read by linbias.torch.attention alone" in str(one.wait()[0])
-
-
-@pytest.mark.parametrize("position", ["forget", "cable"])
-def test_learned_steps_are_refused(position: str) -> None:
-    with Ranks(1) as one:
-        one.start("pieces:read", [(("own", {"position": position}), torch.arange(9)[None], slice(0, 9), {})])  # fmt: skip
-        assert "positions are not built yet for a sequence in pieces" in str(one.wait()[0])
+EDGES = [(0, 400), (0, 10, 90, 90, 260, 400), (0, 100, 200, 300, 400)]
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("how", ["even", "uneven"])
-@pytest.mark.parametrize(
-    "edges", [(0, 400), (0, 10, 90, 90, 260, 400), (0, 100, 200, 300, 400)], ids=str
-)
-def test_documents_cut_by_the_edges_of_pieces(four: Ranks, edges: tuple[int, ...], how: str, causal: bool) -> None:  # fmt: skip
+@pytest.mark.parametrize("edges", EDGES, ids=str)
+def test_documents_cut_by_the_edges_of_pieces(
+    four: Ranks, edges: Any, how: str, causal: bool
+) -> None:
     rng = np.random.default_rng(0)
     heads = {"q": 4, "k": 2, "v": 2, "dout": 4}
     arrays = {n: rng.standard_normal((400, h, 8)) for n, h in heads.items()}
-    slopes = np.array([2.0, 0.0, 0.02, 0.3])
-    given = [
-        ({**{n: x[rows] for n, x in arrays.items()}, "slopes": slopes}, list(edges), {"causal": causal})
-        for rows in cut(400, 4, how)
-    ]  # fmt: skip
+    slopes, options = np.array([2.0, 0.0, 0.02, 0.3]), {"causal": causal}
+    pieces_of_arrays = ({n: x[rows] for n, x in arrays.items()} for rows in cut(400, 4, how))
+    given = [(own | {"slopes": slopes}, list(edges), options) for own in pieces_of_arrays]
     found = four.run("pieces:attend_packed", given)
     leaves = {n: torch.tensor(x).requires_grad_() for n, x in {**arrays, "slopes": slopes}.items()}
+    q, k, v, dout, left = leaves.values()
     cu = torch.tensor(edges)
-    out, lse = linbias.torch.attention_varlen(
-        leaves["q"], leaves["k"], leaves["v"], cu, cu, leaves["slopes"], causal=causal, return_lse=True
-    )  # fmt: skip
-    (out * leaves["dout"].detach()).sum().backward()
-    for kind, whole in ((0, {"out": out, "lse": lse}), (1, {n: leaves[n].grad for n in ("q", "k", "v")})):  # fmt: skip
-        for name, expected in whole.items():
+    attend = linbias.torch.attention_varlen
+    out, lse = attend(q, k, v, cu, cu, left, **options, return_lse=True)
+    (out * dout.detach()).sum().backward()
+    whole = {"out": out, "lse": lse}, {"q": q.grad, "k": k.grad, "v": v.grad}
+    for kind, results in enumerate(whole):
+        for name, expected in results.items():
             joined = np.concatenate([part[kind][name] for part in found])
             np.testing.assert_allclose(joined, expected.detach().numpy(), rtol=1e-11, atol=1e-11)
-    np.testing.assert_allclose(found[0][1]["slopes"], leaves["slopes"].grad.numpy(), rtol=1e-10)
-    if edges == (0, 100, 200, 300, 400) and how == "even":
-        assert (
-            sum(told[0] for *_, told in found) == 4 * 3 * (1024 + 4) * 8
-        )  # nothing but two gathers
+    np.testing.assert_allclose(found[0][1]["slopes"], left.grad.numpy(), rtol=1e-10)
+    if edges == EDGES[2] and how == "even":  # nothing but two gathers
+        assert sum(told[0] for *_, told in found) == 4 * 3 * (1024 + 4) * 8
 
 
 def test_edges_of_documents_that_are_wrong(four: Ranks) -> None:
@@ -356,20 +353,12 @@ def test_edges_of_documents_that_are_wrong(four: Ranks) -> None:
 
 
 def test_the_bound_is_attained(four: Ranks) -> None:
-    """Where all keys are alike, what a row misses is near what may be missing, and not above it."""
+    """Where all keys are alike, what a row misses is near what may be missing."""
     tolerance, n = 1e-3, 64
-    shape = (1, 1, n, 4)
-    arrays = {
-        "q": np.ones(shape),
-        "k": np.ones(shape),
-        "v": np.ones(shape),
-        "left": np.array([0.5]),
-    }
-    given = [
-        ({name: x[:, :, rows] if name in "qkv" else x for name, x in arrays.items()}, "float64", {"tolerance": tolerance}, False)
-        for rows in cut(n, 4, "even")
-    ]  # fmt: skip
-    found = np.concatenate([part[0]["lse"] for part in four.run("pieces:attend", given)], 2)
+    arrays = dict.fromkeys("qkv", np.ones((1, 1, n, 4))) | {"left": np.array([0.5])}
+    options = {"tolerance": tolerance}
+    given = [(x, "float64", options, False) for x in pieces_of(arrays, n)]
+    found = join(four.run("pieces:attend", given), "lse")
     _, lse = linbias.attention(*(arrays[x] for x in "qkv"), arrays["left"], return_lse=True)
     missing = (-np.expm1(found - lse)).max()
     assert 0.1 * tolerance < missing <= tolerance
@@ -377,16 +366,13 @@ def test_the_bound_is_attained(four: Ranks) -> None:
 
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_what_is_not_finite_shows_in_every_piece_as_in_one_process(four: Ranks, name: str, wrong: float) -> None:  # fmt: skip
-    """A far key or value that is not finite is fetched, though its head would not see a finite one."""
+def test_what_is_not_finite_shows_as_in_one_process(four: Ranks, name: str, wrong: float) -> None:
+    """Such a far key or value is fetched, though its head would not see a finite one."""
     arrays = {n: np.ones((1, 2, 400, 4)) for n in "qkv"} | {"left": np.array([1.0, 1.0])}
     arrays[name][0, 0, 7] = wrong
-    given = [
-        ({n: x[:, :, rows] if n in "qkv" else x for n, x in arrays.items()}, "float32", {}, False)
-        for rows in cut(400, 4, "even")
-    ]
-    out = np.concatenate([part[0]["out"] for part in four.run("pieces:attend", given)], 2)
-    whole = {n: torch.tensor(x, dtype=torch.float32) for n, x in arrays.items()}
-    expected = linbias.torch.attention(whole["q"], whole["k"], whole["v"], whole["left"]).numpy()
+    given = [(x, "float32", {}, False) for x in pieces_of(arrays, 400)]
+    out = join(four.run("pieces:attend", given), "out")
+    whole = [torch.tensor(x, dtype=torch.float32) for x in arrays.values()]
+    expected = linbias.torch.attention(*whole).numpy()
     assert not np.isfinite(expected[0, 0, 399]).any()
     np.testing.assert_array_equal(np.isfinite(out), np.isfinite(expected))

@@ -1,4 +1,4 @@
-"""One step of decoding against a call of attention on the whole cache, and where it leaves the work to that."""
+"""One step of decoding against a call of attention on the whole cache, and where that is left."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,15 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import BaseTorchFunctionMode
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    DynamicCache,
-    FalconConfig,
-    FalconForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import linbias.models.decoder.cache
 import linbias.torch
@@ -63,10 +55,10 @@ def draw(
 def by_attention(given: dict[str, Any]) -> Tensor:
     """What `decode` gives, before it was called."""
     n = given["num_cached"]
-    k, v = (torch.cat([given[a][:, :, :n], given[b]], 2) for a, b in (("keys", "k"), ("values", "v")))  # fmt: skip
-    return linbias.torch.attention(
-        given["q"], k, v, given["slopes"], scale=given.get("scale"), implementation="dense"
-    )
+    pairs = ("keys", "k"), ("values", "v")
+    k, v = (torch.cat([given[old][:, :, :n], given[new]], 2) for old, new in pairs)
+    options = {"scale": given.get("scale"), "implementation": "dense"}
+    return linbias.torch.attention(given["q"], k, v, given["slopes"], **options)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
@@ -81,9 +73,7 @@ def by_attention(given: dict[str, Any]) -> Tensor:
     ],
 )
 @torch.inference_mode()
-def test_it_is_attention_to_all_that_was_and_came(
-    dtype: torch.dtype, sizes: dict[str, int]
-) -> None:
+def test_it_is_attention_to_all_that_was_and_came(dtype: torch.dtype, sizes: Any) -> None:
     given = draw(**sizes, dtype=dtype) | {"scale": 0.3}
     keys, values = given["keys"].clone(), given["values"].clone()
     n, T = given["num_cached"], given["q"].shape[2]
@@ -102,14 +92,14 @@ def test_it_is_attention_to_all_that_was_and_came(
 @pytest.mark.parametrize("size", [1e-30, 1e30, torch.inf, torch.nan])
 @torch.inference_mode()
 def test_the_bound_holds_for_keys_of_any_size(size: float) -> None:
-    """Squares of the first vanish, those of the second overflow; and nothing may be left unread beside the others."""
+    """Squares of the first vanish, of the second overflow."""
     given = draw(H=1, G=1, num_cached=400)
     given["k"] = torch.full((1, 1, 1, 8), size)
     given["slopes"][:] = 4.0
     assert decode(**given) is not None
     bound = given["key_bound"].item()
     assert (bound >= size * 8**0.5) if size < torch.inf else (bound != bound)
-    # The next query would reach a key far away only if its bound let it: behind the new one lies a value that shows.
+    # The next query reaches a key far away, whose value shows, only if its bound lets it.
     given |= {"num_cached": 401, "k": torch.ones(1, 1, 1, 8)}
     given["values"][:, :, 0] = torch.inf
     found = decode(**given)
@@ -137,10 +127,8 @@ def mode() -> Iterator[None]:
 
 @contextlib.contextmanager
 def profiler() -> Iterator[None]:
-    with (
-        torch.inference_mode(),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-    ):
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.inference_mode(), torch.profiler.profile(activities=cpu):
         yield
 
 
@@ -155,44 +143,39 @@ def test_nothing_happens_where_something_looks_on(context: Callable[[], Any]) ->
     assert_left_alone(draw(), context)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        lambda: draw(T=5),
-        lambda: draw(D=300, E=8),
-        lambda: draw() | {"k": torch.randn(1, 2, 1, 8).double()},
-        lambda: draw() | {"v": torch.randn(1, 2, 1, 8).half()},
-        lambda: draw() | {"q": torch.zeros(1, 2, 1, 8, device="meta")},
-    ],
-    ids=["many tokens", "large heads", "keys of another type", "values of another type", "device"],
-)
-def test_nothing_happens_where_the_core_cannot(changed: Callable[[], dict[str, Any]]) -> None:
-    assert_left_alone(changed(), torch.inference_mode)
+def beside(**other: int) -> dict[str, Any]:
+    """A step with the cache of another model, beside which the core would write."""
+    cache = draw(**other)
+    return draw() | {name: cache[name] for name in ("keys", "values", "key_bound")}
 
 
-@pytest.mark.parametrize("other", [{"G": 1}, {"D": 4}, {"E": 4}, {"B": 2}, {"num_cached": 5}])
-def test_nothing_is_written_to_a_cache_that_does_not_fit(other: dict[str, int]) -> None:
-    """The core would write beside it. The last one has no room left."""
-    cache = draw(**{"num_cached": 5} | other)
-    given = draw() | {name: cache[name] for name in ("keys", "values", "key_bound")}
-    if "num_cached" in other:
-        given["keys"] = given["keys"][:, :, :5].clone()
-    assert_left_alone(given, torch.inference_mode)
+UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
+    "many tokens": lambda: draw(T=5),
+    "large heads": lambda: draw(D=300, E=8),
+    "keys of another type": lambda: draw() | {"k": torch.randn(1, 2, 1, 8).double()},
+    "values of another type": lambda: draw() | {"v": torch.randn(1, 2, 1, 8).half()},
+    "device": lambda: draw() | {"q": torch.zeros(1, 2, 1, 8, device="meta")},
+    "other key heads": lambda: beside(G=1),
+    "other key size": lambda: beside(D=4),
+    "other value size": lambda: beside(E=4),
+    "other batch": lambda: beside(B=2),
+    "no room": lambda: (given := draw()) | {"keys": given["keys"][:, :, :5].clone()},
+    "other number of slopes": lambda: draw() | {"slopes": torch.ones(3)},
+    "slopes of another type": lambda: draw() | {"slopes": torch.ones(2).double()},
+}
 
 
-@pytest.mark.parametrize(
-    "changed", [{"slopes": torch.ones(3)}, {"slopes": torch.ones(2).double()}]
-)
-def test_nothing_happens_with_slopes_that_do_not_fit(changed: dict[str, Tensor]) -> None:
-    assert_left_alone(draw() | changed, torch.inference_mode)
+@pytest.mark.parametrize("case", UNFIT)
+def test_nothing_happens_where_arrays_do_not_fit(case: str) -> None:
+    assert_left_alone(UNFIT[case](), torch.inference_mode)
 
 
 @torch.inference_mode()
 def test_the_cache_of_another_model_is_refused_in_words() -> None:
     ids = torch.randint(50, (1, 8))
-    cache = OWN["linbias"]()(ids, use_cache=True).past_key_values
+    cache = build("linbias")(ids, use_cache=True).past_key_values
     with pytest.raises(RuntimeError, match="size"):
-        OWN["interpolate"]()(ids[:, :1], past_key_values=cache)  # of which each head has keys
+        build("interpolate")(ids[:, :1], past_key_values=cache)  # of which each head has keys
 
 
 def assert_left_alone(given: dict[str, Any], context: Callable[[], Any]) -> None:
@@ -214,59 +197,29 @@ def test_slopes_are_checked_before_anything_is_written() -> None:
 
 
 FUSED = {
-    "bloom": lambda: BloomForCausalLM(
-        BloomConfig(vocab_size=50, hidden_size=32, n_head=4, n_layer=2)
-    ),
-    "falcon": lambda: FalconForCausalLM(
-        FalconConfig(
-            vocab_size=50,
-            hidden_size=32,
-            num_attention_heads=4,
-            num_hidden_layers=2,
-            alibi=True,
-            bias=True,
-        )
-    ),
-    "mpt": lambda: MptForCausalLM(
-        MptConfig(
-            vocab_size=50,
-            d_model=32,
-            n_heads=4,
-            n_layers=2,
-            max_seq_len=256,
-            attn_config={"alibi": True},
-        )
-    ),
+    "bloom": {"hidden_size": 32, "n_head": 4, "n_layer": 2},
+    "falcon": {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "alibi": True},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "attn_config": {"alibi": True}},
 }
+SMALL = {"vocab_size": 50, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 OWN = {
-    "linbias": lambda: LinbiasForCausalLM(
-        LinbiasConfig(
-            vocab_size=50,
-            hidden_size=32,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_hidden_layers=2,
-        )
-    ),
-    "interpolate": lambda: LinbiasForCausalLM(
-        LinbiasConfig(
-            vocab_size=50,
-            hidden_size=32,
-            num_attention_heads=4,
-            num_hidden_layers=2,
-            train_length=32,
-            slope_scale="interpolate",
-        )
-    ),
-    "jais": lambda: JaisForCausalLM(
-        JaisConfig(vocab_size=50, n_embd=32, n_head=4, n_layer=2, n_positions=64)
-    ),
+    "linbias": {"num_key_value_heads": 2},
+    "interpolate": {"train_length": 32, "slope_scale": "interpolate"},
 }
-MODELS = {name: (lambda make=make: fuse(make())) for name, make in FUSED.items()} | OWN
+
+
+def build(name: str) -> Any:
+    if name == "jais":
+        config = JaisConfig(vocab_size=50, n_embd=32, n_head=4, n_layer=2, n_positions=64)
+        return JaisForCausalLM(config).eval()
+    if name in OWN:
+        return LinbiasForCausalLM(LinbiasConfig(**SMALL, **OWN[name])).eval()
+    config = AutoConfig.for_model(name, vocab_size=50, **FUSED[name])
+    return fuse(AutoModelForCausalLM.from_config(config)).eval()
 
 
 class Steps:
-    """Stands for `linbias.torch.decoding` in the caches of models: counts its steps, or refuses them."""
+    """Stands for `linbias.torch.decoding` in caches: counts its steps, or refuses them."""
 
     def __init__(self, refuses: bool = False) -> None:
         self.refuses, self.count = refuses, 0
@@ -277,22 +230,17 @@ class Steps:
         return out
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*FUSED, *OWN, "jais"])
 @torch.inference_mode()
-def test_a_model_takes_it_for_every_token_but_the_prompt(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = MODELS[name]().eval()
+def test_a_model_takes_it_for_all_but_the_prompt(name: str, monkeypatch: Any) -> None:
+    model = build(name)
     ids = torch.randint(50, (2, 110))
     logits = []
     for steps in (Steps(), Steps(refuses=True)):
         monkeypatch.setattr(linbias.models.decoder.cache, "decoding", steps)
         cache = DynamicCache()
         found = [model(ids[:, :20], past_key_values=cache).logits]
-        for first, end in (
-            (20, 23),
-            *((i, i + 1) for i in range(23, 109)),
-        ):  # the buffers grow at 89
+        for first, end in ((20, 23), *((i, i + 1) for i in range(23, 109))):  # buffers grow at 89
             found.append(model(ids[:, first:end], past_key_values=cache).logits)
         logits.append(torch.cat(found, 1))
         assert steps.count == (0 if steps.refuses else 2 * 87)
@@ -303,8 +251,8 @@ def test_a_model_takes_it_for_every_token_but_the_prompt(
 
 @pytest.mark.parametrize("name", ["bloom", "linbias"])
 @torch.inference_mode()
-def test_a_model_does_not_where_more_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = MODELS[name]().eval()
+def test_a_model_does_not_where_more_is_asked(name: str, monkeypatch: Any) -> None:
+    model = build(name)
     ids = torch.randint(50, (2, 12))
     padding = torch.ones(2, 12, dtype=torch.int64)
     padding[0, :3] = 0

@@ -1,4 +1,4 @@
-"""Plain calls run without their operators: nothing changes but the time, and whoever looks still finds the operator."""
+"""Plain calls run without their operators, and whoever looks still finds these."""
 
 import subprocess
 import sys
@@ -11,28 +11,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import linbias.torch
-from linbias.torch.constant import default_slopes
 from linbias.torch.operators import operator
 
 
-class SeeOperators(TorchDispatchMode):
+class See:
     def __init__(self):
         super().__init__()
         self.seen = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def see(self, func, types, args=(), kwargs=None):
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-class SeeFunctions(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
+class SeeOperators(See, TorchDispatchMode):
+    __torch_dispatch__ = See.see
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
+
+class SeeFunctions(See, TorchFunctionMode):
+    __torch_function__ = See.see
 
 
 def under_a_mode(mode, run, q):
@@ -78,16 +75,8 @@ def test_plain_calls_give_the_bits_of_the_operator(implementation, dtype, monkey
     leaves = [x.requires_grad_() for x in (q, k, v, left, right)]
 
     def run():
-        out, lse = linbias.torch.attention(
-            q,
-            k,
-            v,
-            left,
-            right_slopes=right,
-            causal=False,
-            implementation=implementation,
-            return_lse=True,
-        )
+        given = {"implementation": implementation, "right_slopes": right, "causal": False}
+        out, lse = linbias.torch.attention(q, k, v, left, **given, return_lse=True)
         with torch.no_grad():
             alone = linbias.torch.attention(q, k, v, left, implementation=implementation)
         loss = (out.double() ** 2).sum() + lse.double().sin().sum()
@@ -103,7 +92,7 @@ def test_plain_calls_give_the_bits_of_the_operator(implementation, dtype, monkey
 
 
 def test_lazy_negatives_are_read_as_what_they_stand_for():
-    """PyTorch keeps some tensors, such as the imaginary part of a conjugate, in memory of the other sign, with a note."""
+    """PyTorch keeps some tensors, such as parts of conjugates, in memory of the other sign."""
     negative = torch._neg_view(torch.randn(1, 2, 9, 8))
     assert negative.is_neg()
     plain = negative.clone()
@@ -125,14 +114,6 @@ def test_activation_checkpointing_recomputes_a_plain_call():
     assert torch.equal(torch.autograd.grad(out.sum(), leaf)[0], wanted)
 
 
-def test_default_slopes_are_made_anew_for_whoever_traces():
-    """A tensor kept from a plain call would be foreign to a tracer."""
-    plain = default_slopes(3, torch.float32, torch.device("cpu"))
-    assert default_slopes(3, torch.float32, torch.device("cpu")) is plain
-    with SeeOperators():
-        assert default_slopes(3, torch.float32, torch.device("cpu")) is not plain
-
-
 FIRST_CALL = """
 import sys, torch
 before = set(sys.modules)
@@ -147,11 +128,8 @@ print(*{name.split(".")[0] if name[:5] != "torch" else name for name in set(sys.
 @pytest.mark.processes
 def test_the_first_call_loads_no_compiler():
     """PyTorch's compiler takes a second to import."""
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", FIRST_CALL]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert not [
-        name for name in loaded if name.startswith(("torch._", "torch.fx", "torch.export"))
-    ]
+    assert not [n for n in loaded if n.startswith(("torch._", "torch.fx", "torch.export"))]
     assert not loaded & {"sympy", "mpmath", "triton"}

@@ -1,4 +1,4 @@
-"""`MultiheadAttention` in the place of PyTorch's: the same results without a bias, the dense definition with one."""
+"""`MultiheadAttention` in the place of PyTorch's: its results without a bias."""
 
 import copy
 from itertools import product
@@ -18,19 +18,14 @@ INF = float("inf")
 
 def transformer(**options):
     torch.manual_seed(0)
-    sizes = dict(d_model=WIDTH, nhead=H, num_encoder_layers=2, num_decoder_layers=2)
-    return nn.Transformer(
-        **sizes,
-        dim_feedforward=24,
-        **{"dropout": 0.0, "batch_first": True, "dtype": torch.float64} | options,
-    )
+    options = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64} | options
+    return nn.Transformer(WIDTH, H, 2, 2, 24, **options)
 
 
 def padding(side, length):
     hidden = torch.zeros(B, length, dtype=torch.bool)
-    hidden[1, {"left": slice(0, 2), "right": slice(-2, None), "holes": slice(1, 4, 2)}[side]] = (
-        True
-    )
+    keys = {"left": slice(0, 2), "right": slice(-2, None), "holes": slice(1, 4, 2)}[side]
+    hidden[1, keys] = True
     return hidden
 
 
@@ -50,22 +45,31 @@ def added(hidden):
 
 
 # Source and target of `nn.Transformer`: S and T tokens.
+OF_SOURCE = ("src_key_padding_mask", "memory_key_padding_mask")
+SOME, PADDED, CAUSAL = random_mask(S, S), padding("holes", S), causal(T)
+NUMBERS = torch.randn(S, S).double()
 MASKS = {
     "none": {},
-    "causal": {"tgt_mask": causal(T)},
-    "causal, as numbers": {"tgt_mask": added(causal(T)), "src_mask": added(causal(S))},
-    "causal, said": {"tgt_mask": causal(T), "tgt_is_causal": True},
-    "any": {"src_mask": random_mask(S, S), "tgt_mask": random_mask(B * H, T, T)},
+    "causal": {"tgt_mask": CAUSAL},
+    "causal, as numbers": {"tgt_mask": added(CAUSAL), "src_mask": added(causal(S))},
+    "causal, said": {"tgt_mask": CAUSAL, "tgt_is_causal": True},
+    "any": {"src_mask": SOME, "tgt_mask": random_mask(B * H, T, T)},
     "any, of two sequences": {"memory_mask": random_mask(T, S)},
-    "numbers": {"src_mask": torch.randn(S, S).double(), "tgt_mask": torch.randn(B * H, T, T).double()},
-    "padding on the left": {"src_key_padding_mask": padding("left", S), "tgt_key_padding_mask": padding("left", T)},
-    "padding on the right": {"src_key_padding_mask": padding("right", S), "memory_key_padding_mask": padding("right", S)},
-    "padding with holes": {"src_key_padding_mask": padding("holes", S), "memory_key_padding_mask": padding("holes", S)},
-    "causal and padding": {"tgt_mask": causal(T), "tgt_key_padding_mask": padding("right", T)},
-    "any and padding": {"src_mask": random_mask(S, S), "src_key_padding_mask": padding("holes", S)},
-    "numbers and padding": {"src_mask": torch.randn(S, S).double(), "src_key_padding_mask": added(padding("left", S))},
+    "numbers": {"src_mask": NUMBERS, "tgt_mask": torch.randn(B * H, T, T).double()},
+    "padding on the left": {
+        "src_key_padding_mask": padding("left", S),
+        "tgt_key_padding_mask": padding("left", T),
+    },
+    "padding on the right": dict.fromkeys(OF_SOURCE, padding("right", S)),
+    "padding with holes": dict.fromkeys(OF_SOURCE, PADDED),
+    "causal and padding": {"tgt_mask": CAUSAL, "tgt_key_padding_mask": padding("right", T)},
+    "any and padding": {"src_mask": SOME, "src_key_padding_mask": PADDED},
+    "numbers and padding": {
+        "src_mask": NUMBERS,
+        "src_key_padding_mask": added(padding("left", S)),
+    },
     "padding, as numbers": {"src_key_padding_mask": torch.randn(B, S).double()},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def pair(**options):
 
 
 def by_definition(layer, query, key, added):
-    """Output and weights of a layer from the bias of section 1 and what is added to the scores, [B, H, T, S]."""
+    """Output and weights from the bias and what is added to the scores, [B, H, T, S]."""
     parts = (layer.q_proj, query), (layer.k_proj, key), (layer.v_proj, key)
     q, k, v = (f(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for f, x in parts)
     right = [INF] * H if layer.right_slopes is None else layer.right_slopes.detach()
@@ -133,13 +137,10 @@ def by_definition(layer, query, key, added):
 def test_whatever_is_asked_for_at_once_is_the_definition(seed):
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
-    variant = rng.choice(
-        ["causal", "symmetric", "directional", "asymmetric", "none", "none_causal"]
-    )
+    variants = ["causal", "symmetric", "directional", "asymmetric", "none", "none_causal"]
+    options = {"variant": rng.choice(variants), "num_kv_heads": 2, "dtype": torch.float64}
     queries, keys = (T, T) if rng.random() < 0.5 else (S, T)
-    layer = MultiheadAttention(
-        WIDTH, H, batch_first=True, variant=variant, num_kv_heads=2, dtype=torch.float64
-    )
+    layer = MultiheadAttention(WIDTH, H, batch_first=True, **options)
     if layer.learned:
         torch.nn.init.normal_(layer.log_right)
     x, given = torch.randn(B, keys, WIDTH).double(), {}
@@ -180,11 +181,8 @@ def encoder(by_hand, **options):
 @pytest.mark.parametrize("mask_check", (True, False))
 @pytest.mark.parametrize("by_hand", (True, False))
 def test_pytorchs_fast_path_never_bypasses_the_bias(by_hand, mask_check):
-    model, x, hidden = (
-        encoder(by_hand, mask_check=mask_check),
-        torch.randn(B, T, WIDTH),
-        padding("right", T),
-    )
+    model, x = encoder(by_hand, mask_check=mask_check), torch.randn(B, T, WIDTH)
+    hidden = padding("right", T)
     expected = model.train()(x, src_key_padding_mask=hidden)[~hidden]
     alone = model(x)
     model.eval()
@@ -195,34 +193,19 @@ def test_pytorchs_fast_path_never_bypasses_the_bias(by_hand, mask_check):
             torch.testing.assert_close(found, expected)
             torch.testing.assert_close(model(x), alone)
             torch.testing.assert_close(model.layers[1](model.layers[0](x)), alone)
-    plain = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(WIDTH, H, 24, 0.0, batch_first=True), 2
-    )
-    plain.layers.load_state_dict(weights_of_theirs(model))
+    layer = nn.TransformerEncoderLayer(WIDTH, H, 24, 0.0, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 2)
+    replace_attention(plain, "none")
+    plain.load_state_dict(model.state_dict())
     assert (plain.eval()(x) - alone).abs().max() > 0.01  # that the bias shows at all
-
-
-def weights_of_theirs(model):
-    found = {}
-    for name, array in model.layers.state_dict().items():
-        for kind in ("weight", "bias"):
-            if name.endswith(f"q_proj.{kind}"):
-                parts = [
-                    model.layers.state_dict()[name.replace("q_proj", f"{c}_proj")] for c in "qkv"
-                ]
-                found[name.replace(f"q_proj.{kind}", f"in_proj_{kind}")] = torch.cat(parts)
-        if not any(f"{c}_proj" in name for c in "qkv"):
-            found[name] = array
-    return found
 
 
 def test_pytorchs_kernel_refuses_what_stands_for_the_weights():
     layer = encoder(True).layers[0]
+    attend, x = layer.self_attn, torch.randn(1, 3, WIDTH)
+    weights = attend.in_proj_weight, attend.in_proj_bias, *attend.out_proj.parameters()
     with pytest.raises(TypeError, match="there is no in_proj_weight"):
-        torch._native_multi_head_attention(
-            *[torch.randn(1, 3, WIDTH)] * 3, WIDTH, H, layer.self_attn.in_proj_weight,
-            layer.self_attn.in_proj_bias, layer.self_attn.out_proj.weight, layer.self_attn.out_proj.bias,
-        )  # fmt: skip
+        torch._native_multi_head_attention(x, x, x, WIDTH, H, *weights)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -262,22 +245,15 @@ def test_a_causal_mask_is_recognised(length, as_numbers, options):
         assert options[-1]["mask"] is not None
 
 
-def written_by_numpy(mask, new):
-    mask.numpy()[...] = new
-
-
-def written_behind_its_version(mask, new):
-    mask.data[...] = new
-
-
-def given_other_memory(mask, new):
-    mask.data = new.clone()
+CHANGES = {
+    "by NumPy": lambda mask, new: mask.numpy().__setitem__(..., new),
+    "behind its version": lambda mask, new: mask.data.copy_(new),
+    "other memory": lambda mask, new: setattr(mask, "data", new.clone()),
+}
 
 
 @pytest.mark.parametrize("name", ("attn_mask", "key_padding_mask"))
-@pytest.mark.parametrize(
-    "change", (written_by_numpy, written_behind_its_version, given_other_memory)
-)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_mask_is_read_anew_at_every_call(change, name):
     layer, x = pair()[1], torch.randn(B, T, WIDTH).double()
     old, new = {
@@ -293,11 +269,8 @@ def test_a_mask_is_read_anew_at_every_call(change, name):
 def test_no_keys_give_zeros_whatever_masks_say():
     layer, x = pair()[1], torch.randn(B, T, WIDTH).double()
     none = torch.zeros(B, 0, WIDTH).double()
-    for masks_of_none in (
-        {},
-        {"key_padding_mask": torch.zeros(B, 0, dtype=torch.bool)},
-        {"attn_mask": torch.zeros(T, 0)},
-    ):
+    no_padding = {"key_padding_mask": torch.zeros(B, 0, dtype=torch.bool)}
+    for masks_of_none in ({}, no_padding, {"attn_mask": torch.zeros(T, 0)}):
         out = layer(x, none, **masks_of_none)[0]
         assert torch.equal(out, layer.out_proj.bias.expand_as(out))
 
@@ -340,9 +313,7 @@ def test_a_masked_layer_drops_and_learns():
         assert layer.log_left.grad.abs().max() > 0 and layer.log_right.grad.abs().max() > 0
 
 
-@pytest.mark.filterwarnings(
-    "ignore:enable_nested_tensor is True"
-)  # PyTorch's layers have no biases
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")  # without biases
 def test_replacing_takes_over_everything_and_old_weights_still_load():
     theirs = transformer(bias=False).eval()
     saved = theirs.state_dict()
@@ -354,10 +325,7 @@ def test_replacing_takes_over_everything_and_old_weights_still_load():
     assert len(names) == 6 and not [m for m in ours.modules() if type(m) is nn.MultiheadAttention]
     first, second = (ours.encoder.layers[i].self_attn for i in (0, 1))
     assert first is second and first.variant == "asymmetric" and not first.training
-    assert [first.q_proj.weight.requires_grad, first.out_proj.weight.requires_grad] == [
-        False,
-        True,
-    ]
+    assert not first.q_proj.weight.requires_grad and first.out_proj.weight.requires_grad
     assert first.q_proj.weight.dtype == torch.float64 and first.out_proj.bias is None
     other = ours.decoder.layers[0].multihead_attn
     assert other.variant == "none" and not other.out_proj.weight.requires_grad
@@ -394,10 +362,8 @@ def test_an_encoder_compiles_whole(training):
     given = {"src_key_padding_mask": hidden}
     torch.testing.assert_close(compiled(x, **given)[~hidden], model(x, **given)[~hidden])
     if training:
-        for given in (
-            {"mask": causal(T), "is_causal": True},
-            {"mask": random_mask(T, T), "is_causal": False},
-        ):
+        for mask, is_causal in ((CAUSAL, True), (random_mask(T, T), False)):
+            given = {"mask": mask, "is_causal": is_causal}
             torch.testing.assert_close(compiled(x, **given), model(x, **given))
     with pytest.raises(RuntimeError, match="contiguous where the layer is compiled"):
         compiled(x, src_key_padding_mask=padding("holes", T))
@@ -431,12 +397,10 @@ def test_the_annotated_interface(monkeypatch):
     torch.manual_seed(0)
     theirs = MultiHeadAttention(H, WIDTH, dropout_prob=0.0)
     ours = MultiheadAttention(WIDTH, H, variant="none")
-    for mine, other in zip(
-        (ours.q_proj, ours.k_proj, ours.v_proj, ours.out_proj),
-        (theirs.query.linear, theirs.key.linear, theirs.value.linear, theirs.output),
-        strict=True,
-    ):
-        mine.load_state_dict(other.state_dict())
+    others = theirs.query.linear, theirs.key.linear, theirs.value.linear, theirs.output
+    mine = ours.q_proj, ours.k_proj, ours.v_proj, ours.out_proj
+    for projection, other in zip(mine, others, strict=True):
+        projection.load_state_dict(other.state_dict())
     x, memory = torch.randn(T, B, WIDTH), torch.randn(S, B, WIDTH)
     for key, mask in (
         (x, ~causal(T)[..., None]),
@@ -449,12 +413,17 @@ def test_the_annotated_interface(monkeypatch):
     assert torch.equal(ours(x, mask=torch.ones(T, T, 1), is_causal=True)[0], expected)
 
 
+BOTH = dict(mask=torch.ones(T, T, 1), attn_mask=CAUSAL)
 MESSAGES = [
-    (dict(attn_mask=torch.ones(T, S) > 0), ValueError, r"attn_mask must be \[T, S\] or \[B \* H, T, S\] = \[7, 7\] or \[8, 7, 7\], got \[7, 5\]"),
-    (dict(attn_mask=torch.ones(T, T).long()), TypeError, "attn_mask must hold bool, .*, got torch.int64"),
-    (dict(mask=torch.ones(T, T)), ValueError, r"mask must be \[T, S, B\] = \[7, 7, 2\], T and B may be 1, got \[7, 7\]"),
-    (dict(mask=torch.ones(T, T, 1), attn_mask=causal(T)), ValueError, "either attn_mask or mask, not both"),
-]  # fmt: skip
+    (
+        dict(attn_mask=torch.ones(T, S) > 0),
+        ValueError,
+        r"attn_mask must be .*8, 7, 7\], got \[7, 5\]",
+    ),
+    (dict(attn_mask=torch.ones(T, T).long()), TypeError, "attn_mask must hold bool, .*int64"),
+    (dict(mask=torch.ones(T, T)), ValueError, r"mask must be .* = \[7, 7, 2\], .*, got \[7, 7\]"),
+    (BOTH, ValueError, "either attn_mask or mask, not both"),
+]
 
 
 @pytest.mark.parametrize(("arguments", "error", "words"), MESSAGES)
@@ -463,29 +432,30 @@ def test_masks_say_what_is_wrong(arguments, error, words):
         pair()[1](torch.randn(B, T, WIDTH).double(), **arguments)
 
 
-def test_what_cannot_be_replaced_says_so():
-    with pytest.raises(ValueError, match=r"must hold a torch\.nn\.MultiheadAttention, got Linear"):
-        replace_attention(nn.Linear(1, 1))
-    theirs = nn.MultiheadAttention(WIDTH, H)
-    with pytest.raises(
-        TypeError, match=r"got a torch\.nn\.MultiheadAttention itself \(Mult.*from_torch"
-    ):
-        replace_attention(theirs)
-    model = nn.Sequential(theirs)
-    replace_attention(model)
-    with pytest.raises(ValueError, match="got Sequential with layers of linbias already"):
-        replace_attention(model)
-    for option in ("add_bias_kv", "add_zero_attn"):
-        with pytest.raises(ValueError, match=f"from_torch: theirs must have no {option}"):
-            MultiheadAttention.from_torch(nn.MultiheadAttention(WIDTH, H, **{option: True}))
-        with pytest.raises(
-            TypeError, match=f"MultiheadAttention: there is no argument {option}; it adds a key"
-        ):
-            MultiheadAttention(WIDTH, H, **{option: True})
-    with pytest.raises(
-        TypeError, match=r"there is no argument num_head; did you mean num_heads\?"
-    ):
-        MultiheadAttention(WIDTH, H, num_head=H)
-    nested = torch.nested.nested_tensor([torch.randn(3, WIDTH)], layout=torch.jagged)
-    with pytest.raises(ValueError, match="nested tensors need batch_first=True"):
-        MultiheadAttention(WIDTH, H)(nested)
+def nested():
+    return torch.nested.nested_tensor([torch.randn(3, WIDTH)], layout=torch.jagged)
+
+
+THEIRS = nn.MultiheadAttention(WIDTH, H)
+OURS = MultiheadAttention(WIDTH, H)
+REFUSED = [
+    (lambda: replace_attention(nn.Linear(1, 1)), ValueError, r"torch\.nn\.Mul.*, got Linear"),
+    (lambda: replace_attention(THEIRS), TypeError, r"got a torch\.nn\.Mult.* itself .*from_torch"),
+    (lambda: replace_attention(nn.Sequential(OURS)), ValueError, "got Sequential with layers of"),
+    (lambda: MultiheadAttention(WIDTH, H, num_head=H), TypeError, r"did you mean num_heads\?"),
+    (lambda: OURS(nested()), ValueError, "nested tensors need batch_first=True"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
+def test_what_cannot_be_replaced_says_so(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize("option", ("add_bias_kv", "add_zero_attn"))
+def test_keys_beside_those_of_the_sequence_are_refused(option):
+    with pytest.raises(ValueError, match=f"from_torch: theirs must have no {option}"):
+        MultiheadAttention.from_torch(nn.MultiheadAttention(WIDTH, H, **{option: True}))
+    with pytest.raises(TypeError, match=f"there is no argument {option}; it adds a key"):
+        MultiheadAttention(WIDTH, H, **{option: True})

@@ -1,4 +1,4 @@
-"""`MultiheadAttention` with tokens at positions and at points: by hand, CROMA's and TITAN's attention, what is refused."""
+"""`MultiheadAttention` with tokens at positions and points; CROMA's and TITAN's attention."""
 
 import math
 
@@ -18,11 +18,9 @@ def layer(*args, **options):
 
 
 def heads_of(module, x):
-    """q, k and v [B, heads, length, D] as float64 arrays."""
-    return (
-        p(x).unflatten(-1, (4, 3)).transpose(1, 2).detach().double().numpy()
-        for p in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    """q, k and v [B, heads, length, D]."""
+    projections = module.q_proj, module.k_proj, module.v_proj
+    return [p(x).unflatten(-1, (4, 3)).transpose(1, 2).detach() for p in projections]
 
 
 def through(module, out):
@@ -40,7 +38,8 @@ def test_positions_are_those_of_the_definition(variant, positions):
     options = {"causal": variant == "causal", "positions": positions.numpy()}
     if variant != "causal":
         options["right_slopes"] = module.right_slopes.numpy()
-    trace = linbias.explain(*heads_of(module, x), module.slopes.numpy(), **options)
+    arrays = (array.double().numpy() for array in heads_of(module, x))
+    trace = linbias.explain(*arrays, module.slopes.numpy(), **options)
     out, weights = module(x, positions=positions, need_weights=True, average_attn_weights=False)
     np.testing.assert_allclose(weights.detach(), trace.weights, atol=1e-6)
     torch.testing.assert_close(out, through(module, trace.output))
@@ -82,10 +81,7 @@ def test_gradients_reach_positions_and_learned_slopes():
 def test_points_go_to_attention_points_with_the_layers_slopes(metric):
     module = layer(12, 4, variant="symmetric", metric=metric, schedule="halving", max_bias=8.0)
     x, points = torch.randn(2, 9, 12), torch.randn(2, 9, 3)
-    q, k, v = (
-        p(x).unflatten(-1, (4, 3)).transpose(1, 2)
-        for p in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    q, k, v = heads_of(module, x)
     slopes = linbias.slopes(4, "halving")
     expected = linbias.torch.attention_points(q, k, v, points, slopes, metric=metric)
     torch.testing.assert_close(module(x, points=points)[0], through(module, expected))
@@ -119,13 +115,11 @@ def softmax_of_pairs(q, k, v, bias):
 
 
 def two_series(num_heads: int) -> list[float]:
-    """The slopes in both models' code: those of a power of two heads, and every other one of twice as many for the rest."""
+    """The slopes in both models' code: of a power of two heads, and some of twice as many."""
     power = 2 ** int(math.log2(num_heads))
     first = [2 ** (-8 * (h + 1) / power) for h in range(power)]
-    return (
-        first
-        + [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)][: num_heads - power]
-    )
+    others = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
+    return first + others[: num_heads - power]
 
 
 def test_the_slopes_of_croma_and_titan_are_those_of_the_paper():
@@ -133,9 +127,9 @@ def test_the_slopes_of_croma_and_titan_are_those_of_the_paper():
         np.testing.assert_allclose(two_series(num_heads), linbias.slopes(num_heads), rtol=1e-15)
 
 
-@pytest.mark.parametrize("implementation", ("dense", "blocked"))
+@pytest.mark.parametrize("implementation", ("dense", "blocked", "cpu"))
 def test_the_attention_of_croma(implementation):
-    """Fuller, Millard and Green, 2023 (pretrain_croma.py): 16 heads over a square of patches; radar also asks optical patches."""
+    """Fuller, Millard and Green, 2023 (pretrain_croma.py): 16 heads over a square of patches."""
     side, width, H = 7, 64, 16
     torch.manual_seed(0)
     fused, out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
@@ -153,12 +147,9 @@ def test_the_attention_of_croma(implementation):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", ("dense", "blocked"))
+@pytest.mark.parametrize("implementation", ("dense", "blocked", "cpu"))
 def test_the_attention_of_titan(implementation):
-    """Ding et al., 2024 (vision_transformer.py): 12 heads over tiles of tissue, and a class token that no distance concerns.
-
-    Tiles lie on a grid counted from the outermost ones, whatever the pixel where it begins; background is left out.
-    """
+    """Ding et al., 2024 (vision_transformer.py): 12 heads over tiles, and a class token."""
     width, H, pixels = 48, 12, 1024
     torch.manual_seed(0)
     fused, out = nn.Linear(width, 3 * width), nn.Linear(width, width)
@@ -180,22 +171,21 @@ def test_the_attention_of_titan(implementation):
 
 X = torch.zeros(2, 5, 12)
 P = torch.zeros(5, 2)
+NO_SIDES = "points know no left and right: variant must be symmetric or none, got"
+HIDDEN = torch.zeros(2, 5) > 0
+BESIDE = dict(is_causal=True, need_weights=True, positions=torch.zeros(2, 5))
+BESIDE |= dict(attn_mask=torch.zeros(5, 5), key_padding_mask=HIDDEN, mask=torch.ones(5, 5, 1))
 REFUSED = [
-    (dict(variant="causal"), dict(points=P), "points know no left and right: variant must be symmetric or none, got 'causal'"),
-    (dict(variant="asymmetric"), dict(points=P), "points know no left and right: .*got 'asymmetric'"),
-    (dict(), dict(points=P, is_causal=True), "points cannot be given with is_causal"),
-    (dict(), dict(points=P, attn_mask=torch.zeros(5, 5)), "points cannot be given with attn_mask"),
-    (dict(), dict(points=P, key_padding_mask=torch.zeros(2, 5) > 0), "points cannot be given with key_padding_mask"),
-    (dict(), dict(points=P, mask=torch.ones(5, 5, 1)), "points cannot be given with mask"),
-    (dict(), dict(points=P, positions=torch.zeros(2, 5)), "points cannot be given with positions"),
-    (dict(), dict(points=P, need_weights=True), "points cannot be given with need_weights"),
+    (dict(variant="causal"), dict(points=P), f"{NO_SIDES} 'causal'"),
+    (dict(variant="asymmetric"), dict(points=P), f"{NO_SIDES} 'asymmetric'"),
+    *((dict(), {"points": P, n: x}, f"cannot be given with {n}") for n, x in BESIDE.items()),
     (dict(dropout=0.1), dict(points=P), "points need dropout 0 in training, got 0.1"),
-    (dict(global_tokens=1), dict(), "points must say where the tokens after the 1 global ones stand"),
-    (dict(global_tokens=2), dict(points=P[:4]), r"attention_points: points must have shape \[N, A\] = \[5, A\]"),
-    (dict(implementation="sdpa"), dict(points=P), "attention_points: implementation must be one of"),
+    (dict(global_tokens=1), dict(), "points must say where the tokens after the 1 global ones"),
+    (dict(global_tokens=2), dict(points=P[:4]), r"points must have shape \[N, A\] = \[5, A\]"),
+    (dict(implementation="sdpa"), dict(points=P), "attention_points: implementation must be one"),
     (dict(metric="cosine"), dict(points=P), "metric must be one of"),
-    (dict(), dict(positions=torch.zeros(2, 6)), r"positions must have shape \[S\] = \[5\], \[B, S\] = \[2, 5\]"),
-]  # fmt: skip
+    (dict(), dict(positions=torch.zeros(2, 6)), r"positions must have shape \[S\] = \[5\]"),
+]
 
 
 @pytest.mark.parametrize(("settings", "arguments", "words"), REFUSED)

@@ -30,7 +30,8 @@ def refused(call, words):
     else:
         raise AssertionError(words)
 
-for options in ({}, {"variant": "asymmetric", "learned": True}, {"num_kv_heads": 2}, {"variant": "directional"}):
+learned = {"variant": "asymmetric", "learned": True}
+for options in ({}, learned, {"num_kv_heads": 2}, {"variant": "directional"}):
     torch.manual_seed(0)
     layer = MultiheadAttention(24, 4, batch_first=True, **options)
     if layer.learned:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
 
-# In a fresh process: the formulas are there from the first call on, also for a counter that counts already.
+# In a fresh process: formulas are there from the first call on, also for a counter that counts.
 COUNTED = """
 import torch, linbias.torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,18 +27,16 @@ def count(attend):
     with FlopCounterMode(display=False) as counter:
         attend(q, k, v).sum().backward()
     return counter.get_total_flops()
-print(*(count(lambda *x: linbias.torch.attention(*x, implementation=name)) for name in ("cpu", "blocked", "cpu")))
+for name in ("cpu", "blocked", "cpu"):
+    print(count(lambda *x: linbias.torch.attention(*x, implementation=name)))
 """
 
 
 @pytest.mark.processes
 def test_the_flop_counter_counts_every_pair_of_query_and_key():
-    done = subprocess.run(
-        [sys.executable, "-c", COUNTED], capture_output=True, text=True, check=True
-    )
-    pairs = (
-        2 * 4 * 50 * 50
-    )  # of a query and a key; each costs 16 multiplications and additions in 2 + 5 products
+    command = [sys.executable, "-c", COUNTED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    pairs = 2 * 4 * 50 * 50  # each costs 16 multiplications and additions in 2 + 5 products
     assert list(map(int, done.stdout.split())) == [2 * pairs * 16 * 7] * 3
 
 

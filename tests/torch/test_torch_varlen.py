@@ -87,18 +87,8 @@ def test_packed_sequences_take_placement_of_their_own():
 
 
 def run_packed(q, k, v, left, right, offsets, **options):
-    out, lse = linbias.torch.attention_varlen(
-        q,
-        k,
-        v,
-        offsets,
-        offsets,
-        left,
-        right_slopes=right,
-        causal=False,
-        return_lse=True,
-        **options,
-    )
+    options |= {"right_slopes": right, "causal": False, "return_lse": True}
+    out, lse = linbias.torch.attention_varlen(q, k, v, offsets, offsets, left, **options)
     return out.square().sum() + lse.sin().sum()
 
 
@@ -119,7 +109,7 @@ def test_packed_sequences_compile_whole(implementation):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_packed_sequences_compile_with_dropout_that_backward_draws_again():
-    """Values that name their keys show the mask: backward hands a gradient to the keys that were kept."""
+    """Backward hands a gradient to the keys that were kept."""
     offsets, v = torch.tensor([0, 8, 20]), torch.ones(20, 1, 1, requires_grad=True)
     q = torch.zeros(20, 1, 4)
     run = torch.compile(linbias.torch.attention_varlen, fullgraph=True, backend="aot_eager")
@@ -159,24 +149,17 @@ def test_other_nested_tensors_are_refused_with_the_way_out():
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
     ready, plain = jagged.transpose(1, 2), torch.randn(2, 2, 7, 8)
     strided = torch.nested.nested_tensor(parts)
-    run = linbias.torch.attention
-    for wrong in (jagged, strided):
-        with pytest.raises(
-            TypeError, match=r"q must be a contiguous jagged tensor .*: use torch.nested"
-        ):
-            run(wrong, ready, ready)
-    with pytest.raises(
-        TypeError, match=r"must all be nested tensors, v is not: use .*attention_varlen"
-    ):
-        run(ready, ready, plain)
-    with pytest.raises(ValueError, match="mask cannot be given with nested tensors"):
-        run(ready, ready, ready, mask=torch.ones(1, 1, dtype=torch.bool))
     other = torch.nested.nested_tensor(parts[::-1], layout=torch.jagged).transpose(1, 2)
-    with pytest.raises(
-        ValueError, match="k and v are nested tensors whose sequences differ in length"
-    ):
-        run(ready, ready, other)
-    with pytest.raises(
-        TypeError, match="attention_weights: q is a nested tensor, which attention takes"
-    ):
-        linbias.torch.attention_weights(ready, ready)
+    run, mask = linbias.torch.attention, torch.ones(1, 1, dtype=torch.bool)
+    not_jagged = "q must be a contiguous jagged tensor .*: use torch.nested"
+    refused = [
+        (lambda: run(jagged, ready, ready), TypeError, not_jagged),
+        (lambda: run(strided, ready, ready), TypeError, not_jagged),
+        (lambda: run(ready, ready, plain), TypeError, "v is not: use .*attention_varlen"),
+        (lambda: run(ready, ready, ready, mask=mask), ValueError, "mask cannot be given with"),
+        (lambda: run(ready, ready, other), ValueError, "k and v .* sequences differ in length"),
+        (lambda: linbias.torch.attention_weights(ready, ready), TypeError, "q is a nested tensor"),
+    ]
+    for call, error, words in refused:
+        with pytest.raises(error, match=words):
+            call()

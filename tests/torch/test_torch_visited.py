@@ -68,9 +68,8 @@ def test_tolerance_zero_reads_every_visible_key(implementation):
     options = {"tolerance": 0.0, "implementation": implementation}
     assert (visited(q, k, v, [9.0, 9.0], **options).work_kept == 1).all()
     ranges, start = torch.tensor([[100, 640], [3, 77]]), torch.tensor([0, 650])
-    found = visited(
-        q, k, v, [9.0, 9.0], key_range=ranges, query_start=start, causal=False, **options
-    )
+    options |= {"key_range": ranges, "query_start": start, "causal": False}
+    found = visited(q, k, v, [9.0, 9.0], **options)
     assert (found.work_kept == 1).all()
     assert (found.first == ranges[:, :1, None]).all() and (found.end == ranges[:, 1:, None]).all()
 
@@ -102,9 +101,8 @@ def test_dense_leaves_nothing_out():
 def test_parts_of_a_cache_merge_to_the_whole(implementation):
     """Decode one token from three parts of the cache, as parallel machines would."""
     q, k, v = (torch.randn(1, 4, n, 8, dtype=torch.float64) for n in (1, 50, 50))
-    run = functools.partial(
-        linbias.torch.attention, implementation=implementation, return_lse=True
-    )
+    options = {"implementation": implementation, "return_lse": True}
+    run = functools.partial(linbias.torch.attention, **options)
     parts = [
         run(q, k[:, :, a:b], v[:, :, a:b], query_start=torch.tensor([49 - a]))
         for a, b in ((0, 20), (20, 35), (35, 50))
@@ -153,10 +151,7 @@ def test_ranges_that_nobody_checked_are_clamped(implementation):
     q, k, v = torch.randn(3, 3, 2, 70, 8)
     forward = getattr(linbias.torch.impl, implementation).operators.forward
     results = []
-    for ranges in (
-        [[-300000, 70], [-5, 40], [60, 20]],
-        [[0, 70], [0, 40], [60, 60]],
-    ):
+    for ranges in ([[-300000, 70], [-5, 40], [60, 20]], [[0, 70], [0, 40], [60, 60]]):
         per_head = torch.tensor(ranges)[:, None].expand(3, 2, 2)
         inputs = Inputs(
             q, k, v, torch.tensor([0.5, 0.1]), None, per_head, torch.zeros(3, dtype=torch.int64),

@@ -2,16 +2,14 @@
 
 A program that was written for one of these changes its import line and nothing else:
 
-| module          | in the place of                                              |
-|-----------------|--------------------------------------------------------------|
-| `flash_attn`    | the functions of flash-attn 2, on any device                 |
-| `labml`         | `labml_nn.transformers.alibi` of the annotated papers        |
-| `fairseq`       | the mask and slopes of the paper's repository, and the       |
-|                 | parallel block from its discussions                          |
-| `chapter`       | `ALiBiAttention` of the book chapter, in NumPy               |
-| `chapter_torch` | `ALiBiAttention` of the book chapter, in PyTorch             |
+| module                     | in the place of                                        |
+|----------------------------|--------------------------------------------------------|
+| `flash_attn`               | the functions of flash-attn 2, on any device           |
+| `labml`                    | `labml_nn.transformers.alibi` of the annotated papers  |
+| `fairseq`                  | mask, slopes and block of the paper's repository       |
+| `chapter`, `chapter_torch` | `ALiBiAttention` of the book chapter, NumPy or PyTorch |
 
-Each module says what differs from the original. New code is better off with `linbias.torch.attention`.
+Each module says what differs. New code is better off with `linbias.torch.attention`.
 """
 
 from importlib import import_module

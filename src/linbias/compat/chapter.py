@@ -1,4 +1,4 @@
-"""`ALiBiAttention` as the book chapter on ALiBi has it in NumPy: symmetric, slopes 1/2, 1/4, 1/8, ..."""
+"""`ALiBiAttention` as the book chapter on ALiBi has it in NumPy: slopes 1/2, 1/4, ..."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +16,15 @@ __all__ = ["ALiBiAttention"]
 
 
 class ALiBiAttention:
-    """Attention with linear biases over the rows of three matrices, head by head, with its weights.
+    """Attention with linear biases over the rows of three matrices, head by head.
 
-        weights[h] = softmax(Q_h K_h^T / sqrt(d_k) - slopes[h] * |i - j|)        output_h = weights[h] V_h
+        weights[h] = softmax(Q_h K_h^T / sqrt(d_k) - slopes[h] * |i - j|)
+        output_h = weights[h] V_h
 
-    Head h has the columns h * d_k to (h + 1) * d_k of Q, K, V and the output. A query sees keys on both sides.
-
-    `forward` and `explain` read the attributes at each call, so that other slopes, such as zeros, can be set. What
-    differs from the chapter: all heads are computed at once, instead of by the step methods, which stay to be called by
-    hand; results are float64; matrices of unlike shapes and a d_model that heads do not divide are refused.
+    Head h has the columns h * d_k to (h + 1) * d_k. A query sees keys on both sides. `forward` and
+    `explain` read the attributes at each call, so that other slopes can be set. What differs from
+    the chapter: all heads are computed at once, and the step methods stay to be called by hand;
+    results are float64; matrices of unlike shapes are refused.
 
     Args:
         d_model: Number of columns of Q, K and V.
@@ -36,7 +36,7 @@ class ALiBiAttention:
         slopes: List of n_heads floats, 1 / 2^(h + 1).
 
     Raises:
-        TypeError, ValueError: A number is not an integer of at least 1, or n_heads does not divide d_model.
+        TypeError, ValueError: A number is no integer of at least 1, or n_heads no divisor.
 
     Example:
         >>> alibi = ALiBiAttention(d_model=4, n_heads=2)
@@ -48,7 +48,7 @@ class ALiBiAttention:
                [0.2741, 0.4519, 0.2741],
                [0.1863, 0.3072, 0.5065]])
 
-    Source: the book chapter on ALiBi, "NumPy implementation" (docs/ideas/definition.md works out its example).
+    Source: the book chapter on ALiBi, "NumPy implementation" (see docs/ideas/definition.md).
     """
 
     def __init__(self, d_model: int, n_heads: int) -> None:
@@ -81,13 +81,7 @@ class ALiBiAttention:
     def forward(
         self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike
     ) -> tuple[Float64, list[Float64]]:
-        """Attend with every head.
-
-        Args:
-            Q, K, V: [N, d_model] each, real numbers.
-
-        Returns:
-            output [N, d_model], and a list of n_heads matrices of weights [N, N]; float64.
+        """Attend, for Q, K and V [N, d_model]: output [N, d_model], and weights [N, N] by head.
 
         Raises:
             TypeError, ValueError: An array does not hold real numbers, or has another shape.
@@ -105,12 +99,7 @@ class ALiBiAttention:
         tokens: Sequence[str],
         query_idx: int = 0,
     ) -> None:
-        """Print every step of one query: score, penalty and biased score of each key, weights, and the output of each head.
-
-        Args:
-            Q, K, V: As for `forward`.
-            tokens: N names.
-            query_idx: The row of the query, in [0, N).
+        """Print every step of one query, a row of Q, for each head; tokens: N names.
 
         Raises:
             TypeError, ValueError: As `forward`, or tokens or query_idx does not fit.
@@ -146,7 +135,7 @@ class ALiBiAttention:
         for name, array in zip("QKV", arrays, strict=True):
             if array.ndim != 2 or array.shape != (len(arrays[0]), self.d_model):
                 raise ValueError(
-                    f"{function}: {name} must have shape [N, d_model = {self.d_model}], the same N for all,"
-                    f" got {list(array.shape)}"
+                    f"{function}: {name} must have shape [N, d_model = {self.d_model}], the same N"
+                    f" for all, got {list(array.shape)}"
                 )
         return [x.reshape(len(x), self.n_heads, self.d_k).swapaxes(0, 1) for x in arrays]

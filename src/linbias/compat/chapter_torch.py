@@ -1,4 +1,4 @@
-"""`ALiBiAttention` as the book chapter on ALiBi has it in PyTorch: symmetric, slopes 1/2, 1/4, 1/8, ... in a buffer."""
+"""`ALiBiAttention` as the book chapter on ALiBi has it in PyTorch: slopes 1/2, 1/4, ..."""
 
 from linbias import _extras
 
@@ -18,16 +18,16 @@ __all__ = ["ALiBiAttention"]
 
 
 class ALiBiAttention(nn.Module):
-    """Attention with linear biases over the rows of three matrices, head by head, with its weights.
+    """Attention with linear biases over the rows of three matrices, head by head.
 
-        weights[h] = softmax(Q_h K_h^T / sqrt(d_k) - slopes[h] * |i - j|)        output_h = weights[h] V_h
+        weights[h] = softmax(Q_h K_h^T / sqrt(d_k) - slopes[h] * |i - j|)
+        output_h = weights[h] V_h
 
-    Head h has the columns h * d_k to (h + 1) * d_k of Q, K, V and the output. A query sees keys on both sides, unless a mask
-    hides them. The slopes are a buffer: they move with the module and are saved, but not trained. There are no parameters.
-
-    What differs from the chapter: a query whose keys are all hidden gets zeros instead of NaN; weights of 16-bit matrices
-    are float32; matrices of unlike shapes and a d_model that heads do not divide are refused. Weights of length x length are
-    returned, and so cost memory; `linbias.torch.attention` makes none.
+    Head h has the columns h * d_k to (h + 1) * d_k. A query sees keys on both sides that no mask
+    hides. The slopes are a buffer, and there are no parameters. What differs from the chapter: a
+    query whose keys are all hidden gets zeros instead of NaN; weights of 16-bit matrices are
+    float32; matrices of unlike shapes are refused. Weights cost memory, length x length;
+    `linbias.torch.attention` makes none.
 
     Args:
         d_model: Number of columns of Q, K and V.
@@ -39,18 +39,19 @@ class ALiBiAttention(nn.Module):
         slopes: [n_heads], float32, 1 / 2^(h + 1).
 
     Raises:
-        TypeError, ValueError: A number is not an integer of at least 1, or n_heads does not divide d_model.
+        TypeError, ValueError: A number is no integer of at least 1, or n_heads no divisor.
 
     Example:
         >>> alibi = ALiBiAttention(d_model=4, n_heads=2)
         >>> later = torch.ones(3, 3, dtype=torch.bool).triu(1)
-        >>> output, weights = alibi(torch.ones(3, 4), torch.ones(3, 4), torch.eye(3, 4), mask=later)
+        >>> ones = torch.ones(3, 4)
+        >>> output, weights = alibi(ones, ones, torch.eye(3, 4), mask=later)
         >>> weights[0]
         tensor([[1.0000, 0.0000, 0.0000],
                 [0.3775, 0.6225, 0.0000],
                 [0.1863, 0.3072, 0.5065]])
 
-    Source: the book chapter on ALiBi, "PyTorch implementation" (docs/ideas/definition.md works out its example).
+    Source: the book chapter on ALiBi, "PyTorch implementation" (see docs/ideas/definition.md).
     """
 
     slopes: Tensor
@@ -66,14 +67,10 @@ class ALiBiAttention(nn.Module):
     def forward(
         self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Attend with every head.
+        """Attend, for Q, K and V [N, d_model]: output [N, d_model], and weights [N, N] by head.
 
         Args:
-            Q, K, V: [N, d_model] each, floating point.
-            mask: [N, N], bool: True hides a key from a query, as in `masked_fill`. None hides nothing.
-
-        Returns:
-            output [N, d_model] in the dtype of V, and a list of n_heads matrices of weights [N, N]. Differentiable.
+            mask: [N, N], bool: True hides a key from a query, as in `masked_fill`.
 
         Raises:
             TypeError, ValueError: A dtype or shape breaks a rule above.
@@ -81,8 +78,8 @@ class ALiBiAttention(nn.Module):
         for name, x in (("Q", Q), ("K", K), ("V", V)):
             if x.dim() != 2 or not _request.has_shape(x, (len(Q), self.d_model)):
                 raise ValueError(
-                    f"ALiBiAttention: {name} must have shape [N, d_model = {self.d_model}], the same N for all,"
-                    f" got {list(x.shape)}"
+                    f"ALiBiAttention: {name} must have shape [N, d_model = {self.d_model}],"
+                    f" the same N for all, got {list(x.shape)}"
                 )
         if mask is not None and mask.dtype != torch.bool:
             kind = str(mask.dtype).removeprefix("torch.")

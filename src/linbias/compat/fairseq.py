@@ -1,4 +1,4 @@
-"""What the paper's repository adds to fairseq, and the parallel block of its discussions, on our attention."""
+"""What the paper's repository adds to fairseq, and the parallel block of its discussions."""
 
 from linbias import _extras
 
@@ -16,13 +16,10 @@ __all__ = ["ParallelAttentionBlock", "buffered_future_mask", "calc_alibi_bias", 
 
 
 def get_slopes(n: int) -> list[float]:
-    """Give each head its slope: `linbias.slopes(n)` as a list, which is what the recursion of the original ends in.
+    """Give each of n heads its slope: `linbias.slopes(n)` as a list.
 
     Args:
         n: Number of heads, at least 1.
-
-    Returns:
-        n floats.
 
     Raises:
         TypeError, ValueError: n is not an integer of at least 1.
@@ -31,7 +28,7 @@ def get_slopes(n: int) -> list[float]:
         >>> get_slopes(6)
         [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
 
-    Source: Press, Smith and Lewis, the repository of "Train Short, Test Long", `fairseq/models/transformer.py`.
+    Source: the repository of "Train Short, Test Long", `fairseq/models/transformer.py`.
     """
     return slopes(check_count("get_slopes", "n", n)).tolist()
 
@@ -39,7 +36,7 @@ def get_slopes(n: int) -> list[float]:
 def calc_alibi_bias(seq_len: int, heads: int) -> Tensor:
     """Multiply each slope by the number of the key: one row for all queries.
 
-    Under a causal mask the softmax of scores with this bias is that with -slope * distance, since the two differ by one
+    Under a causal mask the softmax is that with -slope * distance, since the two differ by one
     number for each query. Without such a mask it rewards later keys, and is no ALiBi.
 
     Args:
@@ -66,20 +63,19 @@ def calc_alibi_bias(seq_len: int, heads: int) -> Tensor:
 
 
 def buffered_future_mask(tensor: Tensor, heads: int) -> Tensor:
-    """Join the mask of later keys and the bias in the matrix that the paper's code adds to its scores.
+    """Join the mask of later keys and the bias in one matrix to add to scores.
 
         slope[h] * j    for j <= i        -inf    for j > i
 
-    The original is a method of the decoder. It repeats the matrix for each row of the batch, [B * H, T, T], and keeps it
-    until the next call; this one adds to scores [B, H, T, T] by broadcasting, and is made afresh.
+    The original, a method of the decoder, keeps [B * H, T, T]; this one is made afresh, and adds
+    to scores [B, H, T, T] by broadcasting. `linbias.torch.attention` needs no such matrix.
 
     Args:
         tensor: [B, T, ...]: its length, dtype and device are taken, its values are not read.
         heads: Number of heads H, at least 1.
 
     Returns:
-        [H, T, T] in the dtype and on the device of tensor. It is length x length because the original is; for training use
-        `linbias.torch.attention`, which makes none.
+        [H, T, T] in the dtype and on the device of tensor.
 
     Raises:
         TypeError: tensor is not a tensor of floating point, or heads not an integer.
@@ -91,14 +87,15 @@ def buffered_future_mask(tensor: Tensor, heads: int) -> Tensor:
                 [0.0000, 0.5000,   -inf],
                 [0.0000, 0.5000, 1.0000]])
 
-    Source: Press, Smith and Lewis, the repository of "Train Short, Test Long", `fairseq/models/transformer.py`.
+    Source: the repository of "Train Short, Test Long", `fairseq/models/transformer.py`.
     """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
         raise TypeError(f"buffered_future_mask: tensor must hold floating point, got {kind}")
     if tensor.dim() < 2 or not tensor.shape[1]:
         raise ValueError(
-            f"buffered_future_mask: tensor must have shape [B, T, ...] with T at least 1, got {list(tensor.shape)}"
+            "buffered_future_mask: tensor must have shape [B, T, ...] with T at least 1,"
+            f" got {list(tensor.shape)}"
         )
     length = tensor.shape[1]
     row = calc_alibi_bias(length, check_count("buffered_future_mask", "heads", heads)).to(tensor)
@@ -107,18 +104,15 @@ def buffered_future_mask(tensor: Tensor, heads: int) -> Tensor:
 
 
 class ParallelAttentionBlock(nn.Module):
-    """A decoder block whose attention and feed-forward stand side by side and share one projection of the normalised input.
+    """A decoder block whose attention and feed-forward share one projection of their input.
 
-        q, k, v, ff = fused_attn_ff_proj(norm(x))        out = attn_out(attention(q, k, v)) + ff_out(ff)
+        q, k, v, ff = fused_attn_ff_proj(norm(x))
+        out = attn_out(attention(q, k, v)) + ff_out(ff)
 
-    All query heads share one key/value head. The attention is causal, with the slopes of the paper. The input is not added
-    to the output: that is left to the model, as in the original.
-
-    The discussion prints neither the norm nor the activation. Both are those of the library that the block comes from: RMSNorm,
-    x / sqrt(mean(x^2) + 1e-5) * gamma, and SwiGLU, whose second half gates the first, x * silu(gate). The state dict holds
-    `norm.gamma`, `fused_attn_ff_proj.weight`, `attn_out.weight` and `ff_out.1.weight`.
-
-    What differs: no mask and no bias of length x length is made or kept, and slopes are not rounded to the dtype of the scores.
+    All query heads share one key/value head. The attention is causal, with the paper's slopes. The
+    model adds the input. Norm and activation, which the discussion leaves out, are those of its
+    library: RMSNorm, x / sqrt(mean(x^2) + 1e-5) * gamma, and SwiGLU, x * silu(gate) of two halves.
+    What differs: no mask and no bias of length x length is made, and slopes are not rounded.
 
     Args:
         dim: Number of features of input and output.
@@ -137,8 +131,8 @@ class ParallelAttentionBlock(nn.Module):
         >>> [*block.state_dict()]
         ['norm.gamma', 'fused_attn_ff_proj.weight', 'attn_out.weight', 'ff_out.1.weight']
 
-    Source: the repository of "Train Short, Test Long", discussion "ALiBi in Parallel Attention"; norm and activation from
-    PaLM-jax and PaLM-pytorch (P. Wang).
+    Source: the repository of "Train Short, Test Long", discussion "ALiBi in Parallel Attention";
+    norm and activation from PaLM-jax and PaLM-pytorch (P. Wang).
     """
 
     def __init__(self, dim: int, dim_head: int = 64, heads: int = 8, ff_mult: int = 4) -> None:
@@ -155,21 +149,12 @@ class ParallelAttentionBlock(nn.Module):
         self.ff_out = nn.Sequential(_SwiGLU(), nn.Linear(inner, dim, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend and feed forward.
-
-        Args:
-            x: [B, T, dim].
-
-        Returns:
-            [B, T, dim].
-
-        Raises:
-            ValueError: x has another shape.
-        """
+        """x [B, T, dim] -> [B, T, dim]."""
         width = self.fused_attn_ff_proj.in_features
         if x.dim() != 3 or x.shape[2] != width:
             raise ValueError(
-                f"ParallelAttentionBlock: x must have shape [B, T, dim = {width}], got {list(x.shape)}"
+                f"ParallelAttentionBlock: x must have shape [B, T, dim = {width}],"
+                f" got {list(x.shape)}"
             )
         q, k, v, ff = self.fused_attn_ff_proj(self.norm(x)).split(self.fused_dims, dim=-1)
         q = q.unflatten(-1, (self.heads, self.dim_head)).transpose(1, 2)

@@ -1,18 +1,19 @@
-"""The functions of flash-attn 2 on our attention: on CPU and GPU, in float16, bfloat16, float32 and float64.
+"""The functions of flash-attn 2 on our attention, on any device and in any float type.
 
-Signatures, layouts [B, T, H, D] and [total, H, D], defaults (`causal=False`, no bias) and alignment are those of flash-attn 2.8:
-query i stands at key i + S - T, and with `alibi_slopes`
+Signatures, layouts [B, T, H, D] and [total, H, D], defaults (`causal=False`, no bias) and
+alignment are those of flash-attn 2.8 (Dao, `flash_attn_interface.py`): query i stands at key
+i + S - T, and with `alibi_slopes`
 
     score[i, j] = softmax_scale * q[i] . k[j] - alibi_slope * |i + S - T - j|
 
 What differs, in all functions:
 
-- `alibi_slopes` may be in any floating-point dtype, are at least 0, and are differentiable. softmax_lse is differentiable, too.
-- softmax_lse is that of the scores above; that of flash-attn's causal kernels is larger by alibi_slope * (i + S - T). A row that
-  sees no key has zeros and softmax_lse = inf, as there.
+- `alibi_slopes` have any float type, are at least 0, and are differentiable, as is softmax_lse.
+- softmax_lse is that of the scores above; flash-attn's causal kernels add
+  alibi_slope * (i + S - T). A row that sees no key has zeros and softmax_lse = inf, as there.
 - `return_attn_probs` gives None for S_dmask, and is refused with dropout.
-- `dropout_p` draws its mask from PyTorch's generator, otherwise than flash-attn does.
-- Not built, and refused: local windows (`window_size`), `softcap`, rotary embeddings and paged caches.
+- `dropout_p` draws another mask, by PyTorch's generator.
+- Not built, and refused: local windows, `softcap`, rotary embeddings, paged caches.
 - `deterministic` and `num_splits` change nothing: results always repeat bit for bit.
 """
 
@@ -56,23 +57,23 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Attend, with linear biases where `alibi_slopes` are given. The module says how, and what differs from flash-attn.
+    """Attend, with linear biases where `alibi_slopes` are given, as the module says.
 
     Args:
         q: [B, T, H, D], floating point.
-        k, v: [B, S, G, D], dtype and device of q. H must be a multiple of G; query head h reads key/value head h // (H // G).
+        k, v: [B, S, G, D], dtype and device of q. Query head h reads key/value head h // (H // G).
         dropout_p: Probability that a weight is dropped, in [0, 1 - 2^-32]. Pass 0 in evaluation.
         softmax_scale: Factor on q . k. None means D ** -0.5.
         causal: Hide the keys after the query; the last query stands at the last key.
-        window_size: (-1, -1), or (-1, 0), which is causal. Sides that hide nothing count as -1. Others are not built.
-        softcap: At most 0, which means none. Others are not built.
+        window_size: (-1, -1), or (-1, 0), which is causal. Sides that hide nothing count as -1.
+        softcap: At most 0, which means none.
         alibi_slopes: [H] or [B, H], at least 0. None means no bias.
         deterministic: Changes nothing.
         return_attn_probs: Also return softmax_lse, and None in the place of S_dmask.
 
     Returns:
-        out [B, T, H, D] in the dtype of q; with return_attn_probs out, softmax_lse [B, H, T] (float32; float64 for float64)
-        and None.
+        out [B, T, H, D] in the dtype of q; with return_attn_probs out, softmax_lse [B, H, T]
+        (float32; float64 for float64) and None.
 
     Raises:
         TypeError, ValueError: A dtype, shape or value breaks a rule above.
@@ -82,8 +83,6 @@ def flash_attn_func(
         >>> q = k = v = torch.ones(1, 5, 2, 8)
         >>> flash_attn_func(q, k, v, causal=True, alibi_slopes=torch.tensor([0.5, 0.25])).shape
         torch.Size([1, 5, 2, 8])
-
-    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
     """
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
@@ -106,11 +105,7 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: [B, T, 3, H, D]: q, k and v.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: As for
-            `flash_attn_func`.
-
-    Returns:
-        As `flash_attn_func`.
+        All others: As for `flash_attn_func`.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `flash_attn_func`.
@@ -118,8 +113,6 @@ def flash_attn_qkvpacked_func(
     Example:
         >>> flash_attn_qkvpacked_func(torch.ones(1, 5, 3, 2, 8), causal=True).shape
         torch.Size([1, 5, 2, 8])
-
-    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
     """
     function = "flash_attn_qkvpacked_func"
     options = _Options(
@@ -145,11 +138,7 @@ def flash_attn_kvpacked_func(
     Args:
         q: [B, T, H, D].
         kv: [B, S, 2, G, D]: k and v.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: As for
-            `flash_attn_func`.
-
-    Returns:
-        As `flash_attn_func`.
+        All others: As for `flash_attn_func`.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `flash_attn_func`.
@@ -157,8 +146,6 @@ def flash_attn_kvpacked_func(
     Example:
         >>> flash_attn_kvpacked_func(torch.ones(1, 5, 4, 8), torch.ones(1, 7, 2, 2, 8)).shape
         torch.Size([1, 5, 4, 8])
-
-    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
     """
     function = "flash_attn_kvpacked_func"
     options = _Options(
@@ -190,36 +177,30 @@ def flash_attn_varlen_func(
     Args:
         q: [total_q, H, D], floating point.
         k, v: [total_k, G, D], dtype and device of q.
-        cu_seqlens_q: [B + 1], integers that start at 0, do not fall, and end at total_q: where each sequence begins.
+        cu_seqlens_q: [B + 1], integers from 0 to total_q that do not fall: where sequences begin.
         cu_seqlens_k: [B + 1], likewise for k and v.
         max_seqlen_q, max_seqlen_k: At least the longest sequence; not needed otherwise.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: As for
-            `flash_attn_func`.
-        block_table: None. Paged caches are not built.
+        All others: As for `flash_attn_func`.
+        block_table: None, since it is not built.
 
     Returns:
         out [total_q, H, D]; with return_attn_probs out, softmax_lse [H, total_q] and None.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: As `flash_attn_func`, or the lengths break a rule above.
+        TypeError, ValueError, NotImplementedError: As `flash_attn_func`, or for wrong lengths.
 
     Example:
         >>> q = k = v = torch.ones(5, 2, 8)
         >>> lengths = torch.tensor([0, 2, 5], dtype=torch.int32)
         >>> flash_attn_varlen_func(q, k, v, lengths, lengths, 3, 3, causal=True).shape
         torch.Size([5, 2, 8])
-
-    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
     """
     function = "flash_attn_varlen_func"
     _refuse_given(function, block_table=block_table)
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     )
-    lengths = {
-        "q": ("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q),
-        "k": ("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k),
-    }
+    lengths = {"_q": (cu_seqlens_q, max_seqlen_q), "_k": (cu_seqlens_k, max_seqlen_k)}
     return _attend_varlen(function, (q, k, v), lengths, options)
 
 
@@ -242,11 +223,7 @@ def flash_attn_varlen_qkvpacked_func(
         qkv: [total, 3, H, D]: q, k and v.
         cu_seqlens: [B + 1], as cu_seqlens_q of `flash_attn_varlen_func`.
         max_seqlen: At least the longest sequence.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: As for
-            `flash_attn_func`.
-
-    Returns:
-        As `flash_attn_varlen_func`.
+        All others: As for `flash_attn_func`.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `flash_attn_varlen_func`.
@@ -255,15 +232,13 @@ def flash_attn_varlen_qkvpacked_func(
         >>> lengths = torch.tensor([0, 2, 5], dtype=torch.int32)
         >>> flash_attn_varlen_qkvpacked_func(torch.ones(5, 3, 2, 8), lengths, 3).shape
         torch.Size([5, 2, 8])
-
-    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
     """
     function = "flash_attn_varlen_qkvpacked_func"
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     )
-    lengths = dict.fromkeys("qk", ("cu_seqlens", cu_seqlens, "max_seqlen", max_seqlen))
-    return _attend_varlen(function, _unpacked(function, "qkv", qkv, 3, 4), lengths, options)
+    arrays = _unpacked(function, "qkv", qkv, 3, 4)
+    return _attend_varlen(function, arrays, {"": (cu_seqlens, max_seqlen)}, options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -288,11 +263,7 @@ def flash_attn_varlen_kvpacked_func(
         q: [total_q, H, D].
         kv: [total_k, 2, G, D]: k and v.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: As for `flash_attn_varlen_func`.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: As for
-            `flash_attn_func`.
-
-    Returns:
-        As `flash_attn_varlen_func`.
+        All others: As for `flash_attn_func`.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `flash_attn_varlen_func`.
@@ -302,17 +273,12 @@ def flash_attn_varlen_kvpacked_func(
         >>> of_q, of_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 5], [0, 4, 9]))
         >>> flash_attn_varlen_kvpacked_func(q, kv, of_q, of_k, 3, 5).shape
         torch.Size([5, 4, 8])
-
-    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
     """
     function = "flash_attn_varlen_kvpacked_func"
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     )
-    lengths = {
-        "q": ("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q),
-        "k": ("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k),
-    }
+    lengths = {"_q": (cu_seqlens_q, max_seqlen_q), "_k": (cu_seqlens_k, max_seqlen_k)}
     return _attend_varlen(function, (q, *_unpacked(function, "kv", kv, 2, 4)), lengths, options)
 
 
@@ -340,20 +306,19 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Write new keys and values into caches, in place, and attend to what the caches then hold.
 
-    Row b of the batch sees the keys cache_leftpad[b] .. cache_seqlens[b] + T_new - 1 of its cache, and its last query stands at
-    the last of them. Nothing is differentiated. The caller adds T_new to cache_seqlens, as in flash-attn.
+    Row b sees the keys cache_leftpad[b] .. cache_seqlens[b] + T_new - 1 of its cache, and its last
+    query stands at the last of them. Nothing is differentiated. The caller adds T_new to
+    cache_seqlens, as in flash-attn.
 
     Args:
         q: [B, T, H, D], floating point.
-        k_cache, v_cache: [B, S, G, D], dtype and device of q; [B_cache, S, G, D] with cache_batch_idx.
-        k, v: [B, T_new, G, D], both or neither: written at cache_seqlens, which must then be given.
-        rotary_cos, rotary_sin: None. Rotary embeddings are not built.
-        cache_seqlens: One number, or integers [B]: how many positions of each row are filled, padding on the left included.
-            None means all.
-        cache_batch_idx: [B], integers: which row of the caches belongs to which row of q. Attention then reads copies of them.
-        cache_leftpad: [B], integers: the first position of each row that is not padding. None means 0.
-        block_table: None. Paged caches are not built.
+        k_cache, v_cache: [B, S, G, D], dtype and device of q; with cache_batch_idx any B.
+        k, v: [B, T_new, G, D], both or neither: written at cache_seqlens, then not None.
+        cache_seqlens: One number, or integers [B]: filled positions, padding included. None: all.
+        cache_batch_idx: [B], integers: the rows of the caches, then copied, for each of q.
+        cache_leftpad: [B], integers: the first position of a row that is no padding. None means 0.
         softmax_scale, causal, window_size, softcap, alibi_slopes: As for `flash_attn_func`.
+        rotary_cos, rotary_sin, block_table: None, since they are not built.
         rotary_interleaved, num_splits: Change nothing.
         return_softmax_lse: Also return softmax_lse.
 
@@ -361,8 +326,8 @@ def flash_attn_with_kvcache(
         out [B, T, H, D]; with return_softmax_lse also softmax_lse [B, H, T].
 
     Raises:
-        TypeError, ValueError: A dtype, shape or value breaks a rule above; the new keys do not fit into the caches. On a GPU
-            values are not read, and not checked.
+        TypeError, ValueError: A dtype, shape or value breaks a rule above (on a GPU values are not
+            read), or the new keys do not fit into the caches.
         NotImplementedError: The option is not built here.
 
     Example:
@@ -372,8 +337,6 @@ def flash_attn_with_kvcache(
         torch.Size([1, 1, 2, 8])
         >>> k_cache[0, :5, 0, 0]
         tensor([0., 0., 0., 1., 0.])
-
-    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
     """
     function = "flash_attn_with_kvcache"
     _refuse_given(function, rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table)
@@ -404,8 +367,8 @@ def flash_attn_with_kvcache(
         key_range = torch.stack([first, end], dim=1)
     if rows is not None:
         k_cache, v_cache = k_cache[rows], v_cache[rows]
-    found = _attend(function, (q, k_cache, v_cache), options, key_range)
-    return found[:2] if isinstance(found, tuple) else found
+    result = _attend(function, (q, k_cache, v_cache), options, key_range)
+    return result[:2] if isinstance(result, tuple) else result
 
 
 class _Options(NamedTuple):
@@ -420,10 +383,11 @@ class _Options(NamedTuple):
     return_attn_probs: bool
 
     def as_ours(self, function: str, B: int, H: int, T: int, S: int) -> dict[str, Any]:
-        """The arguments of our attention, checked under their names here. B: rows of slopes, T, S: most queries and keys."""
+        """Checked arguments of our attention; B: rows of slopes, T, S: most queries and keys."""
         if self.softcap > 0:
             raise NotImplementedError(
-                f"{function}: softcap must be at most 0 (none), since capped scores are not built, got {self.softcap}"
+                f"{function}: softcap must be at most 0 (none), since capped scores are not built,"
+                f" got {self.softcap}"
             )
         if not 0 <= self.dropout_p <= _request.LARGEST_DROPOUT:
             raise ValueError(
@@ -431,8 +395,8 @@ class _Options(NamedTuple):
             )
         if self.return_attn_probs and self.dropout_p:
             raise NotImplementedError(
-                f"{function}: return_attn_probs must be False with dropout, since S_dmask of length x length is not made;"
-                f" got dropout_p={self.dropout_p}"
+                f"{function}: return_attn_probs must be False with dropout, since S_dmask of"
+                f" length x length is not made; got dropout_p={self.dropout_p}"
             )
         return {
             "slopes": _slopes(function, self.alibi_slopes, B, H),
@@ -444,40 +408,36 @@ class _Options(NamedTuple):
 
 
 def _attend(
-    function: str,
-    arrays: tuple[Tensor, ...],
-    options: _Options,
-    key_range: Tensor | None = None,
+    function: str, arrays: tuple[Tensor, ...], options: _Options, key_range: Tensor | None = None
 ) -> Result:
     q, k, v = arrays
     _check_arrays(function, q, k, v)
     ours = options.as_ours(function, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if not options.return_attn_probs:
-        out = attention(q, k, v, **ours, key_range=key_range)
-        return out.transpose(1, 2).contiguous()
-    out, lse = attention(q, k, v, **ours, key_range=key_range)
-    return out.transpose(1, 2).contiguous(), _as_theirs(lse), None
+    result = attention(q, k, v, **ours, key_range=key_range)
+    if isinstance(result, Tensor):
+        return result.transpose(1, 2).contiguous()
+    return result[0].transpose(1, 2).contiguous(), _as_theirs(result[1]), None
 
 
 def _attend_varlen(
     function: str,
     arrays: tuple[Tensor, ...],
-    lengths: dict[str, tuple[str, Tensor, str, int]],
+    lengths: dict[str, tuple[Tensor, int]],
     options: _Options,
 ) -> Result:
+    """Attend within sequences; lengths: offsets and the longest, by what follows their names."""
     q, k, v = arrays
     _check_arrays(function, q, k, v, axes="[total, H, D]")
-    for array, total in (("q", len(q)), ("k", len(k))):
-        _check_offsets(function, *lengths[array], total)
-    starts_q, starts_k = lengths["q"][1], lengths["k"][1]
-    ours = options.as_ours(
-        function, len(starts_q) - 1, q.shape[1], int(lengths["q"][3]), int(lengths["k"][3])
-    )
-    found = attention_varlen(q, k, v, starts_q, starts_k, **ours)
-    if isinstance(found, Tensor):
-        return found
-    return found[0], _as_theirs(found[1].T), None
+    for (name, (offsets, longest)), total in zip(lengths.items(), (len(q), len(k)), strict=False):
+        _check_offsets(function, name, offsets, longest, total)
+    of_each = [*lengths.values()]
+    (starts_q, longest_q), (starts_k, longest_k) = of_each[0], of_each[-1]
+    ours = options.as_ours(function, len(starts_q) - 1, q.shape[1], int(longest_q), int(longest_k))
+    result = attention_varlen(q, k, v, starts_q, starts_k, **ours)
+    if isinstance(result, Tensor):
+        return result
+    return result[0], _as_theirs(result[1].T), None
 
 
 def _as_theirs(lse: Tensor) -> Tensor:
@@ -488,13 +448,14 @@ def _as_theirs(lse: Tensor) -> Tensor:
 def _is_causal(function: str, causal: bool, window_size: tuple[int, int], T: int, S: int) -> bool:
     """Whether keys after the query are hidden; flash-attn says it by a window, too.
 
-    No key stands more than S - 1 before a query or T - 1 after it, and flash-attn takes sides of S for none.
+    No key stands more than S - 1 before a query or T - 1 after it; sides of S count as none.
     """
     left, right = window_size
     if 0 <= left < S - 1 or (0 < right < min(S, T - 1) and not causal):
         raise NotImplementedError(
-            f"{function}: window_size must be (-1, -1), or (-1, 0) for causal: other windows are not built, and steep slopes"
-            f" leave far keys unread without one; got {tuple(window_size)}"
+            f"{function}: window_size must be (-1, -1), or (-1, 0) for causal: other windows are"
+            " not built, and steep slopes leave far keys unread without one;"
+            f" got {tuple(window_size)}"
         )
     return bool(causal) or right == 0
 
@@ -505,11 +466,13 @@ def _slopes(function: str, alibi_slopes: Any, B: int, H: int) -> Tensor | list[f
     if not isinstance(alibi_slopes, Tensor) or not alibi_slopes.is_floating_point():
         kind = str(getattr(alibi_slopes, "dtype", type(alibi_slopes).__name__))
         raise TypeError(
-            f"{function}: alibi_slopes must be a tensor of floating point, got {kind.removeprefix('torch.')}"
+            f"{function}: alibi_slopes must be a tensor of floating point,"
+            f" got {kind.removeprefix('torch.')}"
         )
     if not _request.has_shape(alibi_slopes, (H,), (B, H)):
         raise ValueError(
-            f"{function}: alibi_slopes must have shape [H] = {[H]} or [B, H] = {[B, H]}, got {list(alibi_slopes.shape)}"
+            f"{function}: alibi_slopes must have shape [H] = {[H]} or [B, H] = {[B, H]},"
+            f" got {list(alibi_slopes.shape)}"
         )
     if _is_readable(alibi_slopes):
         values = alibi_slopes.detach().double().numpy()
@@ -518,7 +481,7 @@ def _slopes(function: str, alibi_slopes: Any, B: int, H: int) -> Tensor | list[f
 
 
 def _unpacked(function: str, name: str, packed: Any, number: int, axes: int) -> tuple[Tensor, ...]:
-    """q, k and v, or k and v, of a tensor in which they follow each other on the axis before that of the heads."""
+    """q, k and v, or k and v, of a tensor that has them on the axis before that of the heads."""
     form = f"[{'B, T' if axes == 5 else 'total'}, {number}, H, D]"
     if not isinstance(packed, Tensor):
         raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(packed).__name__}")
@@ -545,13 +508,14 @@ def _check_arrays(
             raise ValueError(f"{function}: {name} must have axes {axes}, got {list(x.shape)}")
         if x.dtype != q.dtype or x.device != q.device or not x.is_floating_point():
             raise TypeError(
-                f"{function}: {name} must hold floating point, in the dtype and on the device of q,"
-                f" {q.dtype} on {q.device}, got {x.dtype} on {x.device}"
+                f"{function}: {name} must hold floating point, in the dtype and on the device of"
+                f" q, {q.dtype} on {q.device}, got {x.dtype} on {x.device}"
             )
     H, G = q.shape[-2], k.shape[-2]
     if H % G if G else H:
         raise ValueError(
-            f"{function}: the heads of q must be a multiple of those of {names[0]}, got {H} and {G}"
+            f"{function}: the heads of q must be a multiple of those of {names[0]},"
+            f" got {H} and {G}"
         )
     rows = q.shape[:-3] if num_rows is None else (num_rows,)
     want = (*rows, *k.shape[-3:-1], q.shape[-1])
@@ -578,7 +542,8 @@ def _checked_new(
         raise ValueError(f"{function}: k and v must be given both or neither, got {name}=None")
     if cache_seqlens is None:
         raise ValueError(
-            f"{function}: cache_seqlens must be given with k and v, which are written there, got None"
+            f"{function}: cache_seqlens must be given with k and v, which are written there,"
+            " got None"
         )
     _check_arrays(function, q, k, v)
     if k.shape[2] != k_cache.shape[2]:
@@ -607,10 +572,9 @@ def _integers(
     return values.long()
 
 
-def _check_offsets(
-    function: str, name: str, offsets: Any, name_longest: str, longest: int, total: int
-) -> None:
+def _check_offsets(function: str, of: str, offsets: Any, longest: int, total: int) -> None:
     """Offsets start at 0, never fall and end at the total; no sequence is longer than was said."""
+    name = f"cu_seqlens{of}"
     if not isinstance(offsets, Tensor) or offsets.is_floating_point() or offsets.dim() != 1:
         kind = str(getattr(offsets, "dtype", type(offsets).__name__)).removeprefix("torch.")
         raise TypeError(f"{function}: {name} must be integers [B + 1], got {kind}")
@@ -621,10 +585,11 @@ def _check_offsets(
         raise ValueError(
             f"{function}: {name} must start at 0, never fall and end at {total}, got {starts}"
         )
-    found = max((b - a for a, b in itertools.pairwise(starts)), default=0)
-    if found > longest:
+    most = max((b - a for a, b in itertools.pairwise(starts)), default=0)
+    if most > longest:
         raise ValueError(
-            f"{function}: {name_longest} must be at least {found}, the longest sequence, got {longest}"
+            f"{function}: max_seqlen{of} must be at least {most}, the longest sequence,"
+            f" got {longest}"
         )
 
 
@@ -638,7 +603,8 @@ def _refuse_given(function: str, **options: object) -> None:
     for name, value in options.items():
         if value is not None:
             raise NotImplementedError(
-                f"{function}: {name} must be None, since it is not built: {instead[name]}; got {type(value).__name__}"
+                f"{function}: {name} must be None, since it is not built: {instead[name]};"
+                f" got {type(value).__name__}"
             )
 
 

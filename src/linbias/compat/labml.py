@@ -1,7 +1,6 @@
 """The names of `labml_nn.transformers.alibi`, the annotated implementation, on our attention.
 
-`from linbias.compat.labml import AlibiMultiHeadAttention` takes the place of
-`from labml_nn.transformers.alibi import AlibiMultiHeadAttention`. Weights load and save both ways.
+Source: labml.ai, annotated deep learning paper implementations, `transformers/alibi` and `mha`.
 """
 
 from linbias import _extras
@@ -23,15 +22,12 @@ _ROWS = 256
 
 
 def get_slopes(n_heads: int) -> Tensor:
-    """Give each head its slope, as the paper's authors do.
+    """Give each head its slope, [H], float32, as the paper's authors do.
 
-    The original takes powers in float32. These are rounded once from float64, so that the last digit may differ.
+    They are rounded once, where the original takes powers in float32: last digits may differ.
 
     Args:
         n_heads: Number of heads H, at least 1.
-
-    Returns:
-        [H], float32, on the CPU.
 
     Raises:
         TypeError, ValueError: n_heads is not an integer of at least 1.
@@ -39,8 +35,6 @@ def get_slopes(n_heads: int) -> Tensor:
     Example:
         >>> get_slopes(4)
         tensor([0.2500, 0.0625, 0.0156, 0.0039])
-
-    Source: labml.ai, annotated deep learning paper implementations, `transformers/alibi`.
     """
     heads = check_count("get_slopes", "n_heads", n_heads)
     return torch.tensor(slopes(heads), dtype=torch.float32)
@@ -48,17 +42,17 @@ def get_slopes(n_heads: int) -> Tensor:
 
 @torch.no_grad()
 def get_alibi_biases(n_heads: int, mask: Tensor) -> Tensor:
-    """Multiply slopes by distances that are counted by a mask: slope[h] * (sum of mask[q, :k + 1]).
+    """Multiply slopes by distances counted by a mask: slope[h] * (sum of mask[q, :k + 1]).
 
-    Keys count from 1 at the first that a query may see. The bias grows towards later keys instead of falling towards
-    earlier ones. Softmax does not see the difference, which is one number for each row.
+    The bias grows towards later keys instead of falling towards earlier ones; softmax does not see
+    the difference, which is one number for each row.
 
     Args:
         n_heads: Number of heads H, at least 1.
         mask: [q, k], bool or numbers: not 0 where query q may see key k.
 
     Returns:
-        [q, k, H], float32 (the dtype of mask where that is wider), on the device of mask. The original gives the same.
+        [q, k, H], float32 (the dtype of mask where that is wider), on the device of mask.
 
     Raises:
         TypeError: mask is not a tensor, or n_heads not an integer.
@@ -69,8 +63,6 @@ def get_alibi_biases(n_heads: int, mask: Tensor) -> Tensor:
         tensor([[0.5000, 0.5000, 0.5000],
                 [0.5000, 1.0000, 1.0000],
                 [0.5000, 1.0000, 1.5000]])
-
-    Source: labml.ai, annotated deep learning paper implementations, `transformers/alibi`.
     """
     _check_mask("get_alibi_biases", mask, 2, "[q, k]")
     steep = get_slopes(check_count("get_alibi_biases", "n_heads", n_heads)).to(mask.device)
@@ -78,21 +70,18 @@ def get_alibi_biases(n_heads: int, mask: Tensor) -> Tensor:
 
 
 class AlibiMultiHeadAttention(nn.Module):
-    """Multi-head attention whose scores grow with the number of keys that the mask has shown so far.
+    """Multi-head attention whose scores grow with the number of keys that the mask shows.
 
-        score[q, k, h] = query[q, h] . key[k, h] / sqrt(d_k) + get_alibi_biases(heads, mask)[q, k, h]
+        score[q, k, h] = query[q, h] . key[k, h] / sqrt(d_k) + biases[q, k, h]
+        biases = get_alibi_biases(heads, mask)
 
-    Under a causal mask without holes this is the attention of the paper, and it runs as such: near to far, without a
-    matrix of scores. A mask with holes, for which a distance is the number of visible keys in between, runs with a mask of
-    numbers, heads x length x length.
+    Under a causal mask without holes this is the attention of the paper, near to far and without a
+    matrix of scores; with holes, a mask of heads x length x length numbers is made. Weights of the
+    original load, and the other way round. What differs:
 
-    The state dict has the names of the original (`query.linear`, `key.linear`, `value.linear`, `output`), and weights of
-    either load into the other. What differs:
-
-    - The original keeps the biases of the first mask that it was given, and adds them under later masks, too. Here the
-      biases are always those of the mask of the call.
-    - The original takes one mask for the whole batch, [T, T, 1]; here each row of the batch may have its own, [T, T, B].
-    - A query that may see no key gets the bias of the output layer. In the original it is NaN.
+    - Biases are those of the mask of the call, where the original keeps those of its first mask.
+    - Each row of the batch may have a mask of its own, [T, T, B].
+    - A query that may see no key gets the bias of the output layer instead of NaN.
     - Dropout draws its mask otherwise. `attn`, the weights kept for logging, is not there.
 
     Args:
@@ -101,16 +90,14 @@ class AlibiMultiHeadAttention(nn.Module):
         dropout_prob: Probability that a weight is dropped in training, in [0, 1 - 2^-32].
 
     Raises:
-        TypeError, ValueError: A size is not an integer of at least 1, heads do not divide d_model, or dropout_prob is out
-            of its range.
+        TypeError, ValueError: A size is not an integer of at least 1, heads do not divide d_model,
+            or dropout_prob is out of its range.
 
     Example:
         >>> layer = AlibiMultiHeadAttention(heads=2, d_model=8)
         >>> x, mask = torch.randn(5, 3, 8), torch.ones(5, 5).tril()[..., None]
         >>> layer(query=x, key=x, value=x, mask=mask).shape
         torch.Size([5, 3, 8])
-
-    Source: labml.ai, annotated deep learning paper implementations, `transformers/alibi` and `transformers/mha`.
     """
 
     def __init__(self, heads: int, d_model: int, dropout_prob: float = 0.1) -> None:
@@ -120,7 +107,8 @@ class AlibiMultiHeadAttention(nn.Module):
         self.scale = self.d_k**-0.5
         if not 0 <= dropout_prob <= _request.LARGEST_DROPOUT:
             raise ValueError(
-                f"AlibiMultiHeadAttention: dropout_prob must be in [0, 1 - 2^-32], got {dropout_prob}"
+                "AlibiMultiHeadAttention: dropout_prob must be in [0, 1 - 2^-32],"
+                f" got {dropout_prob}"
             )
         self.query, self.key, self.value = (_Projection(heads, d_model) for _ in range(3))
         self.output = nn.Linear(d_model, d_model)
@@ -129,19 +117,10 @@ class AlibiMultiHeadAttention(nn.Module):
     def forward(
         self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """Attend.
+        """Attend: query, key and value [T, B, d_model] -> [T, B, d_model].
 
         Args:
-            query: [T, B, d_model].
-            key, value: The same shape.
-            mask: [T, T, 1] or [T, T, B], bool or numbers: not 0 where query i may see key j. It must be given.
-
-        Returns:
-            [T, B, d_model].
-
-        Raises:
-            TypeError: mask is missing, or something is not a tensor.
-            ValueError: A shape breaks a rule above.
+            mask: [T, T, 1] or [T, T, B], not 0 where query i may see key j. It must be given.
         """
         mask = self._checked(query, key, value, mask)
         q, k, v = (
@@ -159,7 +138,7 @@ class AlibiMultiHeadAttention(nn.Module):
 
     @torch.no_grad()
     def _added(self, mask: Tensor) -> Tensor:
-        """What is added to the scores [1 or B, H, T, T]: 0 at the last key that a query may see, -inf where it may not."""
+        """[1 or B, H, T, T]: added to scores; 0 at the last visible key, -inf at hidden ones."""
         seen = mask.cumsum(1, dtype=torch.float32).permute(2, 0, 1)[:, None]
         steep = get_slopes(self.heads).to(mask.device)[:, None, None]
         biases = (seen - seen[..., -1:]) * steep
@@ -174,20 +153,22 @@ class AlibiMultiHeadAttention(nn.Module):
         for argument, x in (("key", key), ("value", value)):
             if x.shape != query.shape:
                 raise ValueError(
-                    f"{name}: {argument} must have the shape of query, {list(query.shape)}, got {list(x.shape)}"
+                    f"{name}: {argument} must have the shape of query, {list(query.shape)},"
+                    f" got {list(x.shape)}"
                 )
         _check_mask(name, mask, 3, "[T, T, 1] or [T, T, B]")
         assert mask is not None
         T, B, _ = query.shape
         if not _request.has_shape(mask, (T, T, 1), (T, T, B)):
             raise ValueError(
-                f"{name}: mask must have shape [T, T, 1] = {[T, T, 1]} or [T, T, B] = {[T, T, B]}, got {list(mask.shape)}"
+                f"{name}: mask must have shape [T, T, 1] = {[T, T, 1]} or [T, T, B] = {[T, T, B]},"
+                f" got {list(mask.shape)}"
             )
         return mask
 
 
 class _Projection(nn.Module):
-    """A linear layer whose output is split into heads, under the name that its weights have in the original."""
+    """A linear layer whose output is split into heads; its weights have the original's name."""
 
     def __init__(self, heads: int, d_model: int) -> None:
         super().__init__()
@@ -207,7 +188,7 @@ def _check_mask(function: str, mask: object, axes: int, shape: str) -> None:
 
 
 def _is_causal(mask: Tensor) -> bool:
-    """Whether query i may see the keys 0 .. i and no others, each counted once; some rows at a time."""
+    """Whether query i may see the keys 0 .. i and no others, each counted once."""
     place = torch.arange(mask.shape[0], device=mask.device)
     return all(
         torch.equal(rows, (place <= queries[:, None])[..., None].expand_as(rows).to(mask.dtype))

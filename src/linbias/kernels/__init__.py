@@ -1,1 +1,3 @@
-"""What runs fastest: the compiled core's calling convention (`core`) and the Triton kernels (`triton`)."""
+"""What runs fastest: the compiled core's calling convention (`core`) and the Triton kernels
+(`triton`).
+"""

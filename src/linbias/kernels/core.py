@@ -1,13 +1,8 @@
 """The compiled CPU core (csrc, bindings/python.cpp): only this module knows how it is called.
 
-A front end describes its arrays by address, as a `Call`, and keeps them alive while it runs:
-
-    call = Call(dtype=DTYPES["float32"], B=1, H=2, ..., q=Array(address, *strides), ...)
-    forward(call, Forward(out=address, ...))
-
-The fields, their shapes and types stand in csrc/include/linbias/attention.h and points.h; an
-address of 0 stands for None, and strides count elements. Where the core is not compiled,
-`WHY_MISSING` says so, `why_not` passes it on, and these names do not exist.
+A front end describes its arrays by address, as a `Call` whose fields csrc/include/linbias has, and
+keeps them alive; 0 stands for None, and strides count elements. Where the core is not compiled,
+`WHY_MISSING` says so, and these names do not exist.
 """
 
 from linbias import _machine
@@ -85,10 +80,6 @@ def targets() -> list[str]:
 
 
 def force_target(name: str | None) -> None:
-    """Run on this target instead of the best one (for tests and measurements); None goes back.
-
-    Raises:
-        ValueError: It is not one of `targets()`.
-    """
+    """Run on one of `targets()` instead of the best, for tests; None goes back."""
     if WHY_MISSING or not _cpu.force_target(name or ""):
         raise ValueError(f"force_target: name must be one of {targets()}, got {name!r}")

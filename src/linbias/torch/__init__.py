@@ -1,4 +1,6 @@
-"""PyTorch front end: attention, packed sequences, a layer named like PyTorch's own, and what is read and weighed."""
+"""PyTorch front end: attention, packed sequences, a layer named like PyTorch's own, and what is
+read and weighed.
+"""
 
 from linbias import _extras
 

@@ -18,7 +18,7 @@ DTYPES = {} if core.WHY_MISSING else {getattr(torch, n): dtype for n, dtype in c
 def _team() -> int:
     """The address of the function by which PyTorch shares out work, or 0 where it is not OpenMP's.
 
-    PyTorch's threads spin for a while after each operation, and threads of the core's own had to wait for them.
+    PyTorch's threads spin for a while after each operation: the core's own would wait for them.
     """
     if not torch.backends.openmp.is_available():
         return 0
@@ -46,7 +46,7 @@ _PROCESS = os.getpid()
 
 @contextlib.contextmanager
 def without_lost_threads() -> Iterator[None]:
-    """In a process that was forked off PyTorch works alone: for the threads that it had before, it would wait for ever."""
+    """In a forked process PyTorch works alone, for its threads from before are not there."""
     if os.getpid() == _PROCESS:
         yield
         return
@@ -59,7 +59,7 @@ def without_lost_threads() -> Iterator[None]:
 
 
 def array(x: Tensor, copies: list[Tensor]) -> "core.Array":
-    """Any strides but the last, which must be 1: a copy, if there is one, is added to those that have to live as long."""
+    """Any strides but the last, which must be 1; a copy is added to those that have to live on."""
     batch, head, row, last = x.stride()
     if last != 1 and x.shape[3] > 1:
         x = x.contiguous()

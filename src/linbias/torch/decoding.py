@@ -1,8 +1,7 @@
-"""A step of decoding: new tokens go into a cache and attend to all that it holds, in one call of the compiled core.
+"""A step of decoding in one call of the core: new tokens enter a cache and attend to all it holds.
 
-Between two tokens a model reads all its weights, and so whatever runs in between finds neither its code nor its data in the
-processor's caches. At short contexts PyTorch's operations on a cache and the way of a call through `attention` took longer than
-the attention itself.
+Between two tokens a model reads all its weights, so that the code and data of whatever else runs
+come from memory, and at short contexts took longer than the attention itself.
 """
 
 import torch
@@ -33,23 +32,10 @@ def decode(
     slopes: Tensor,
     scale: float | None = None,
 ) -> Tensor | None:
-    """Append a few tokens to a cache, and attend as `attention` does with causal=True where no token is padding.
+    """Append new tokens [B, H or G, T, size] to a cache [B, G, room, size], and attend.
 
-    Args:
-        q, k, v: [B, H, T, D], [B, G, T, D] and [B, G, T, E], of the new tokens.
-        keys, values: [B, G, room, D] and [B, G, room, E], the last two axes contiguous. The new rows go behind the first
-            `num_cached`, where there must be room for them.
-        key_bound: [B, G], float32 or wider, contiguous: at least the norms of the keys in the cache. Raised to those of the new.
-        slopes: [H] or [B, H], likewise.
-        scale: Factor on q . k; None is 1 / sqrt(D).
-
-    Returns:
-        [B, H, T, E]; or None, and nothing is written, where the caller has to append, and to call `attention`: for more tokens,
-        on another device, for arrays that do not fit each other (a cache of another model), where PyTorch or a user looks on
-        (autograd, a transform, a profiler), or without the core.
-
-    Raises:
-        ValueError: A slope is negative or NaN.
+    `key_bound` [B, G], at least the norms of the cached keys, is raised. None, and nothing is
+    written, where `attention` must be called: for many tokens, odd arrays, or an onlooker.
     """
     if (
         core.WHY_MISSING
@@ -96,7 +82,7 @@ def _fit(
     key_bound: Tensor,
     slopes: Tensor,
 ) -> bool:
-    """Whether arrays have the shapes that `decode` says: the core takes them at their word, and would write elsewhere."""
+    """Whether arrays have the shapes that `decode` says: the core takes them at their word."""
     (B, H, T, D), (_, G, _, E) = q.shape, v.shape
     last = num_cached + T
     return (

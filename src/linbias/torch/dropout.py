@@ -1,13 +1,10 @@
-"""Attention dropout whose mask is a function of (seed, batch, head, query, key) and of nothing else.
+"""Attention dropout whose mask is a function of (seed, batch, head, query, key) alone.
 
-Every implementation draws the same mask, whatever its tiles, and backward draws the mask of forward again
-instead of storing it. The hash is 32-bit integer arithmetic, so that C++ and Triton can repeat it:
+Every implementation, and backward again, draws the same mask by 32-bit integer arithmetic:
 
     mix(x):  x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16
     row  = mix(mix(mix(seed) ^ (b * H + h)) ^ t)
     keep = mix(row ^ mix(s)) >= dropout * 2^32
-
-A call that computes a piece of a longer sequence counts t and s from where its first query and key stand in it.
 """
 
 import torch
@@ -17,27 +14,16 @@ _WORD = 0xFFFFFFFF
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Take a 31-bit seed, int64 [], from PyTorch's generator of the device.
-
-    `torch.manual_seed` governs it, activation checkpointing restores it, and a CUDA graph draws anew at each replay.
-    """
+    """Take a 31-bit seed, int64 [], from PyTorch's generator of the device."""
     return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=device)
 
 
 def keep_mask(
     seed: Tensor, dropout: float, batch_heads: Tensor, queries: Tensor, keys: Tensor
 ) -> Tensor:
-    """Say which weights stay.
+    """[..., T, S], bool: which weights of some batch_heads [...], queries [T] and keys [S] stay.
 
-    Args:
-        seed: [], int64; or [3]: the seed, and what row 0 of q and row 0 of k count as, modulo 2^32.
-        dropout: Probability to drop, in [0, 1 - 2^-32], so that the threshold fits 32 bits.
-        batch_heads: [...], int64, b * H + h.
-        queries: [T], int64, row of q.
-        keys: [S], int64, row of k.
-
-    Returns:
-        [..., T, S], bool.
+    seed: [], int64, or [3]: with what row 0 of q and of k count as in a longer sequence.
     """
     if seed.dim():
         seed, first_query, first_key = seed

@@ -16,14 +16,10 @@ from linbias.torch.points.operator import PointOperators
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """What our operators in a program of `torch.export` are in PyTorch's own: attention as implementation="dense" computes it.
+    """A table for `ExportedProgram.run_decompositions`: our operators as `dense` computes them.
 
-    `torch.export.export` keeps a call of `attention` or `attention_points` as one operator, for which
-    `torch.onnx.export(program)` and other translators have no function. Memory is length x length afterwards. The operator of
-    `attention_varlen` has no decomposition, since only the values of its offsets tell its sequences.
-
-    Returns:
-        A table for `torch.export.ExportedProgram.run_decompositions`.
+    Translators such as `torch.onnx.export` have no function for them. Memory is length x length
+    afterwards. `attention_varlen` has none, since only the values of offsets tell its sequences.
 
     Example:
         >>> table = decompositions()  # for program.run_decompositions(table)
@@ -44,9 +40,7 @@ def _attention(operators: Operators, *arguments: Any) -> Any:
     assert lse is not None, "dense always gives it"
     results = operators.empty_results(inputs)
     return results._replace(
-        out=out.to(results.out.dtype),
-        row_max=lse / operators.unit,
-        log_sum=torch.zeros_like(lse),
+        out=out.to(results.out.dtype), row_max=lse / operators.unit, log_sum=torch.zeros_like(lse)
     )
 
 

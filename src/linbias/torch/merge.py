@@ -9,7 +9,7 @@ from linbias import _request
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge attention over parts of the keys, such as the shards of a long sequence, into that over all of them.
+    """Merge attention over parts of the keys, such as shards of a sequence, into that over all.
 
         lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
 
@@ -28,8 +28,9 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     Example:
         >>> from linbias.torch import attention
         >>> q, k, v = torch.randn(3, 1, 2, 8, 4)
-        >>> parts = [attention(q, k, v, key_range=torch.tensor([part]), query_start=torch.tensor([0]), return_lse=True)
-        ...          for part in ([0, 3], [3, 8])]
+        >>> where = {"query_start": torch.tensor([0]), "return_lse": True}
+        >>> ranges = torch.tensor([[0, 3]]), torch.tensor([[3, 8]])
+        >>> parts = [attention(q, k, v, key_range=part, **where) for part in ranges]
         >>> torch.testing.assert_close(merge(*zip(*parts))[0], attention(q, k, v))
     """
     _request.check_parts([tuple(out.shape) for out in outs], [tuple(lse.shape) for lse in lses])
@@ -42,7 +43,6 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     empty = total == 0
     divisor = total.masked_fill(empty, 1.0)
     share = (weights / divisor)[..., None]
-    out = torch.stack([part.to(share.dtype) * s for part, s in zip(outs, share, strict=True)]).sum(
-        0
-    )
+    parts_of_out = [part.to(share.dtype) * s for part, s in zip(outs, share, strict=True)]
+    out = torch.stack(parts_of_out).sum(0)
     return out.to(outs[0].dtype), (highest + divisor.log()).masked_fill(empty, -torch.inf)

@@ -14,13 +14,13 @@ from linbias.torch.operators.operator import Inputs
 
 
 class Visited(NamedTuple):
-    """What `visited` gives. Tile i holds query rows i * tile_rows and on, and reads keys first .. end - 1.
+    """What `visited` gives: tile i holds query rows from i * tile_rows on.
 
     Attributes:
         first: [B, H, tiles], int64, on the CPU.
-        end: Likewise; equal to first where a tile reads nothing.
+        end: Likewise, one past the last; equal to first where a tile reads nothing.
         tile_rows: Query rows of a tile.
-        work_kept: [B, H], float64: of the pairs of a query and a key that it may see, the share that is read.
+        work_kept: [B, H], float64: the share of visible pairs of query and key that is read.
     """
 
     first: Tensor
@@ -43,11 +43,7 @@ def visited(
 
     Args:
         q, k, v, slopes, options: As for `attention`.
-        implementation: One that leaves keys out, `triton`, `cpu` or `blocked`; "auto" is the first that can run the
-            call.
-
-    Returns:
-        The keys that each tile reads, and the share of the work that remains.
+        implementation: One that leaves keys out, `triton`, `cpu` or `blocked`, or "auto".
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `attention`.

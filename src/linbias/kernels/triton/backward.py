@@ -1,10 +1,8 @@
-"""The backward pass, over exactly the keys that forward visited: dq by query tile, dk and dv by key block, no atomics.
+"""The backward pass, over exactly the keys that forward visited, by its counts: no atomics.
 
-Forward's counts say for each of its tiles which keys it visited, one range. `dq_kernel` goes over the same range, and also sums
-what the slopes need. `dkv_kernel` turns the question round: it finds the first and the last tile that visited its block (from
-the counts, eight bytes a tile), goes over the query rows from one to the other, and gives keys that a tile did not visit a
-weight of 0. Both recompute the scores: 7 products for forward's 2.
-Deterministic: every sum has one owner and one order. Shapes and dtypes as forward's.
+`dq_kernel` goes over the keys of a query tile. `dkv_kernel` goes over the rows between the first
+and the last tile that visited its block of keys, and gives keys that a tile did not visit a weight
+of 0. Both recompute the scores. Every sum has one owner and one order.
 """
 
 from typing import Any
@@ -19,11 +17,10 @@ from linbias.kernels.triton.launch import (
     Call,
     arguments,
     dropout_arguments,
-    padded,
     position_arguments,
     slope_arguments,
 )
-from linbias.kernels.triton.sizes import FUSION
+from linbias.kernels.triton.sizes import FUSION, padded
 from linbias.kernels.triton.tile import (
     INF,
     LEFT,
@@ -64,14 +61,15 @@ FEWEST_PROGRAMS = 256
 
 @triton.jit
 def row_kernel(
-    DOUT, OUT, DLSE, ROW_MAX, LOG_SUM, DELTA, PIVOT, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START,
-    dout_strides, out_strides, left_strides, right_strides, range_strides, start_strides, H, G, T, S, num_tiles,
-    E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr, PLACED: tl.constexpr,
+    DOUT, OUT, DLSE, ROW_MAX, LOG_SUM, DELTA, PIVOT, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE,
+    QUERY_START, dout_strides, out_strides, left_strides, right_strides, range_strides,
+    start_strides, H, G, T, S, num_tiles, E: tl.constexpr, PADDED_E: tl.constexpr,
+    ROWS: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    """What backward needs of every row; grid B * H * num_tiles.
+    """DELTA = dout . out - dlse and PIVOT [B, H, T]; grid B * H * num_tiles.
 
-    DELTA [B, H, T] = dout . out - dlse. PIVOT [B, H, T], so that exp2(score - PIVOT) is a weight: lse in bits without the bias
-    of the gap, or inf in a row that saw no key; in float32 it leaves out log_sum, which is worth taking off on its own.
+    exp2(score - PIVOT) is a weight, inf in a row without keys; in float32 log_sum is apart from
+    it.
     """
     PRECISE: tl.constexpr = OUT.dtype.element_ty == tl.float32
     head = tl.program_id(0) // num_tiles
@@ -114,7 +112,9 @@ def load_pivot(PIVOT, LOG_SUM, rows, present, PRECISE: tl.constexpr):
 
 @triton.jit
 def weigh(score, lead, pivot, log_sum, PRECISE: tl.constexpr):
-    """The weights of scores that still lack `lead`, unless PRECISE. All broadcast to the shape of score."""
+    """The weights of scores that still lack `lead`, unless PRECISE. All broadcast to the shape of
+    score.
+    """
     if PRECISE:
         return tl.exp2(score - pivot - log_sum)
     else:
@@ -137,7 +137,7 @@ def score_gradient(
 def visited_keys(
     COUNTS, tiles, exists, query_start, first, end, ROWS: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Where the blocks of keys begin and end that forward's tiles visited, by a head's part of VISITED."""
+    """Where the blocks begin and end that forward's tiles visited, by a head's part of VISITED."""
     low, high = near_keys(query_start + tiles * ROWS, ROWS, first, end, KEYS)
     low -= tl.load(COUNTS + 2 * tiles, mask=exists, other=0) * KEYS
     high += tl.load(COUNTS + 2 * tiles + 1, mask=exists, other=0) * KEYS
@@ -146,17 +146,16 @@ def visited_keys(
 
 @triton.jit(do_not_specialize=["threshold"])
 def dq_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, SEED, DOUT, DLSE, DELTA, PIVOT, LOG_SUM, VISITED,
-    DQ, DSLOPES, DXQ, q_strides, k_strides, v_strides, dout_strides, left_strides, right_strides, range_strides, start_strides,
-    x_strides, xq_strides,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, SEED, DOUT, DLSE, DELTA,
+    PIVOT, LOG_SUM, VISITED, DQ, DSLOPES, DXQ, q_strides, k_strides, v_strides, dout_strides,
+    left_strides, right_strides, range_strides, start_strides, x_strides, xq_strides,
     B, H, G, T, S, num_tiles, visited_tiles, scale, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Fill DQ [B, H, T, D], and unless None DSLOPES [B, H, num_tiles, 2], the tiles' parts of the slope gradients, and DXQ [B, H, T].
-
-    1-D grid.
+    """Fill DQ [B, H, T, D], unless None DSLOPES [B, H, num_tiles, 2], parts of tiles, and DXQ [B,
+    H, T].
     """
     HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
     HAS_RANGE: tl.constexpr = KEY_RANGE is not None
@@ -226,10 +225,12 @@ def dq_kernel(
                     if PLACED:
                         key_high, key_low = from_anchor(x, own)
                         away = between(
-                            row_high[:, None], row_low[:, None], key_high[None, :], key_low[None, :], order
+                            row_high[:, None], row_low[:, None], key_high[None, :],
+                            key_low[None, :], order
                         )  # fmt: skip
                     score = near_score(
-                        product, order, away, inside[None, :], scale, left, left_sight, right, right_sight, HAS_RIGHT
+                        product, order, away, inside[None, :], scale, left, left_sight, right,
+                        right_sight, HAS_RIGHT
                     )  # fmt: skip
                     lead = tl.zeros((ROWS,), tl.float32)
                 else:
@@ -248,8 +249,8 @@ def dq_kernel(
                 weight = weigh(score, lead[:, None], pivot[:, None], log_sum[:, None], PRECISE)
                 dweight = tl.dot(dout, tl.trans(v), input_precision="ieee")
                 dscore, _ = score_gradient(
-                    weight, dweight, delta[:, None], row_hashes[:, None], key_hash(SEED, keys)[None, :],
-                    threshold, factor, DROPOUT,
+                    weight, dweight, delta[:, None], row_hashes[:, None],
+                    key_hash(SEED, keys)[None, :], threshold, factor, DROPOUT,
                 )  # fmt: skip
                 dq = tl.dot(dscore.to(k.dtype), k, dq, input_precision="ieee")
                 if SLOPES or PLACES:
@@ -268,8 +269,8 @@ def dq_kernel(
 
     store_rows(DQ + rows * D, offsets, present, dq * (scale * LN2), D, PADDED_D)
     if SLOPES or PLACES:
-        # Sums of large terms that cancel: what makes sum dscore differ from dlse is rounding, mostly delta's, and every
-        # dscore carries its weight's share of it. Distances lack the gap, which counts as often as there is dscore.
+        # Sums of large terms that cancel: sum dscore differs from dlse by rounding, mostly
+        # delta's, of which every dscore has its weight's share. Distances lack the gap.
         dlse = tl.load(DLSE + rows + offsets, mask=present, other=0.0) * LOG2E
         dlse = tl.where(pivot == INF, 0.0, dlse)
         error = tl.where(pivot == INF, 0.0, total - dlse)
@@ -288,9 +289,12 @@ def dq_kernel(
 
 @triton.jit
 def tiles_that_visited(
-    COUNTS, s, query_start, first, end, num_tiles, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
+    COUNTS, s, query_start, first, end, num_tiles, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The first and one past the last forward tile of a head that visited any of the keys s .. s + BLOCK - 1."""
+    """The first and one past the last forward tile that visited any of the keys s .. s + BLOCK -
+    1.
+    """
     lowest, highest = num_tiles, 0
     for start in range(0, num_tiles, SCAN):
         tiles = start + tl.arange(0, SCAN)
@@ -304,17 +308,18 @@ def tiles_that_visited(
 
 @triton.jit(do_not_specialize=["threshold"])
 def dkv_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, SEED, DOUT, DELTA, PIVOT, LOG_SUM, VISITED, DK, DV, DX,
-    q_strides, k_strides, v_strides, dout_strides, left_strides, right_strides, range_strides, start_strides,
-    x_strides, xq_strides,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, SEED, DOUT, DELTA, PIVOT,
+    LOG_SUM, VISITED, DK, DV, DX, q_strides, k_strides, v_strides, dout_strides, left_strides,
+    right_strides, range_strides, start_strides, x_strides, xq_strides,
     B, H, G, T, S, num_blocks, num_tiles, visited_tiles, scale, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Fill DK [parts, B, G, S, D] and DV [parts, B, G, S, E]; grid (num_blocks * B * G, parts). Scores lie across: [keys, rows].
+    """Fill DK and DV [parts, B, G, S, size], unless None DX [B, H, S]; grid (num_blocks * B * G,
+    parts).
 
-    A part has a share of the query heads that read the block, one after the other. Also DX [B, H, S], unless None.
+    A part has a share of the query heads that read the block. Scores lie across: [keys, rows].
     """
     HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
     DROPOUT: tl.constexpr = SEED is not None
@@ -372,7 +377,8 @@ def dkv_kernel(
                 for start in tl.range(begin, stop, ROWS, num_stages=STAGES):
                     position = query_start + start
                     low, high = visited_keys(
-                        counts, start // FORWARD_ROWS, True, query_start, first, end, FORWARD_ROWS, FORWARD_KEYS
+                        counts, start // FORWARD_ROWS, True, query_start, first, end, FORWARD_ROWS,
+                        FORWARD_KEYS
                     )  # fmt: skip
                     visible = inside & (keys >= low) & (keys < high)
                     present = start + offsets < T
@@ -393,10 +399,12 @@ def dkv_kernel(
                             row_high, row_low = from_anchor(xq, low_x)
                             key_high, key_low = from_anchor(x, low_x)
                             distance = between(
-                                row_high[None, :], row_low[None, :], key_high[:, None], key_low[:, None], order
+                                row_high[None, :], row_low[None, :], key_high[:, None],
+                                key_low[:, None], order
                             )  # fmt: skip
                         score = near_score(
-                            product, order, distance, visible[:, None], scale, left, left_sight, right, right_sight, HAS_RIGHT
+                            product, order, distance, visible[:, None], scale, left, left_sight,
+                            right, right_sight, HAS_RIGHT
                         )  # fmt: skip
                         lead = tl.zeros((ROWS,), tl.float32)
                     else:
@@ -415,7 +423,8 @@ def dkv_kernel(
                     dweight = tl.dot(v, tl.trans(dout), input_precision="ieee")
                     row_hashes = row_hash(SEED, head, start + offsets)[None, :]
                     dscore, dropped = score_gradient(
-                        weight, dweight, delta[None, :], row_hashes, key_hashes, threshold, factor, DROPOUT
+                        weight, dweight, delta[None, :], row_hashes, key_hashes, threshold, factor,
+                        DROPOUT
                     )  # fmt: skip
                     dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee")
                     dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision="ieee")
@@ -430,7 +439,7 @@ def dkv_kernel(
 
 
 def num_parts(programs: int, group_size: int) -> int:
-    """Into how many parts dk and dv are cut: a divisor of the group's size, the least that gives work to a whole GPU."""
+    """Parts of dk and dv: the least divisor of the group's size that gives work to a whole GPU."""
     divisors = (n for n in range(1, group_size + 1) if group_size % n == 0)
     return next((n for n in divisors if n * programs >= FEWEST_PROGRAMS), group_size)
 
@@ -451,14 +460,9 @@ def backward(
     dpositions: Tensor | None = None,
     dquery_positions: Tensor | None = None,
 ) -> None:
-    """Fill dq, dk and dv, and unless they are None dleft and dright [B, H], dpositions [B, H, S] and dquery_positions [B, H, T].
+    """Fill the gradients that are not None, contiguous and, but for dq, zeroed.
 
-    Args:
-        dout: [B, H, T, E], any strides.
-        dlse: [B, H, T], the gradient of lse in bits, contiguous.
-        out, row_max, log_sum, visited: What `forward` filled.
-        dq, dk, dv: Contiguous; dk and dv zeroed.
-        dleft, dright, dpositions, dquery_positions: float32, contiguous, zeroed; of positions both or none.
+    dlse: of lse in bits, contiguous. out, row_max, log_sum, visited: what `forward` filled.
     """
     B, H, G, T, S, _, E = call.lengths
     if B * H * T == 0:
@@ -467,15 +471,16 @@ def backward(
     delta, pivot = torch.empty_like(row_max), torch.empty_like(row_max)
     row_tiles = triton.cdiv(T, rows)
     row_kernel[B * H * row_tiles,](
-        **slope_arguments(call), **position_arguments(call), DOUT=dout, OUT=out, DLSE=dlse, ROW_MAX=row_max,
-        LOG_SUM=log_sum, DELTA=delta, PIVOT=pivot, dout_strides=dout.stride(), out_strides=out.stride(),
-        H=H, G=G, T=T, S=S, num_tiles=row_tiles, E=E, PADDED_E=padded(E), ROWS=rows,
-        PLACED=call.positions is not None, **FUSION,
+        **slope_arguments(call), **position_arguments(call), DOUT=dout, OUT=out, DLSE=dlse,
+        ROW_MAX=row_max, LOG_SUM=log_sum, DELTA=delta, PIVOT=pivot, dout_strides=dout.stride(),
+        out_strides=out.stride(), H=H, G=G, T=T, S=S, num_tiles=row_tiles, E=E, PADDED_E=padded(E),
+        ROWS=rows, PLACED=call.positions is not None, **FUSION,
     )  # fmt: skip
     shared: dict[str, Any] = {
-        **arguments(call), **dropout_arguments(call), "B": B, "DOUT": dout, "dout_strides": dout.stride(),
-        "DELTA": delta, "PIVOT": pivot, "LOG_SUM": log_sum, "VISITED": visited, "visited_tiles": visited.shape[2],
-        "FORWARD_ROWS": sizes.forward.rows, "FORWARD_KEYS": sizes.forward.keys,
+        **arguments(call), **dropout_arguments(call), "B": B, "DOUT": dout,
+        "dout_strides": dout.stride(), "DELTA": delta, "PIVOT": pivot, "LOG_SUM": log_sum,
+        "VISITED": visited, "visited_tiles": visited.shape[2], "FORWARD_ROWS": sizes.forward.rows,
+        "FORWARD_KEYS": sizes.forward.keys,
     }  # fmt: skip
     num_tiles = triton.cdiv(T, sizes.dq.rows)
     parts = None if dleft is None else delta.new_empty(B, H, num_tiles, 2)
@@ -491,9 +496,7 @@ def backward(
     num_blocks = triton.cdiv(S, sizes.dkv.keys)
     if num_blocks:
         cuts = num_parts(num_blocks * B * G, H // G)
-        part_dk, part_dv = (
-            x if cuts == 1 else torch.empty(cuts, *x.shape, dtype=torch.float32, device=x.device) for x in (dk, dv)
-        )  # fmt: skip
+        part_dk, part_dv = (x if cuts == 1 else delta.new_empty(cuts, *x.shape) for x in (dk, dv))
         dkv_kernel[num_blocks * B * G, cuts](
             **shared, DK=part_dk, DV=part_dv, DX=dpositions, num_blocks=num_blocks,
             num_tiles=triton.cdiv(T, sizes.forward.rows), **sizes.dkv.options(),

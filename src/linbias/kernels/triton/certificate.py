@@ -1,11 +1,10 @@
-"""The certificate of docs/math.md on a GPU: bounds on the keys not visited yet, turned into a number of blocks to visit.
+"""The certificate (docs/math.md) on a GPU: bounds on the keys not visited yet, as numbers of
+blocks.
 
-Before the first tile, `measure_kernel` reads keys and values once and finds for each block of keys the largest |k - c|, where c
-is the mean of SAMPLE keys spread over the range (any fixed vector serves); running maxima of these, from either end towards
-the near keys, bound all that lies outwards. Blocks that hold anything not finite get inf, and so are never left out.
-A tile asks for its number once when near keys are in its sums, and again after the keys that carry most of the weight.
-Where keys have positions, `blocks_kernel` sums what the keys of a block weigh, seen from its key nearest to the rows, and
-`tails_kernel` scans these sums outwards; a tile then searches for the block whose tail is small enough.
+`measure_kernel` finds the largest |k - c| of each block, c being the mean of SAMPLE keys, and
+`outwards_kernel` running maxima from either end. A tile asks once when near keys are in its sums,
+and again after the keys that carry most of the weight. For keys at given positions `tails_kernel`
+scans what blocks weigh outwards, and a tile searches for a tail that is small enough.
 """
 
 import math
@@ -16,13 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.kernels.triton.launch import (
-    Call,
-    padded,
-    slope_arguments,
-    strides,
-)
-from linbias.kernels.triton.sizes import FUSION
+from linbias.kernels.triton.launch import Call, slope_arguments, strides
+from linbias.kernels.triton.sizes import FUSION, padded
 from linbias.kernels.triton.tile import (
     INF,
     LEFT,
@@ -62,17 +56,20 @@ class Bounds(NamedTuple):
     """What the certificate knows of the keys; both None where nothing may be left out."""
 
     center: Tensor | None  # [B, G, D], float32
-    # [2, B, G, blocks], float32: the largest |k - c| from a block outwards, to the left and to the right
+    # [2, B, G, blocks], float32: the largest |k - c| from a block outwards, to the left and to the
+    # right
     reach: Tensor | None
 
 
 @triton.jit
 def measure_kernel(
-    K, V, KEY_RANGE, CENTER, RADIUS, k_strides, v_strides, range_strides, G, S, num_blocks, num_groups, slack,
-    D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    KEYS: tl.constexpr, BLOCKS: tl.constexpr, SAMPLE: tl.constexpr,
+    K, V, KEY_RANGE, CENTER, RADIUS, k_strides, v_strides, range_strides, G, S, num_blocks,
+    num_groups, slack, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr,
+    PADDED_E: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Fill CENTER [B, G, D] and RADIUS [B, G, blocks]; grid B * G * num_groups, a group of BLOCKS blocks each."""
+    """Fill CENTER [B, G, D] and RADIUS [B, G, blocks]; grid B * G * num_groups, a group of BLOCKS
+    blocks each.
+    """
     head, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
     b, g = head // G, head % G
     first, end = read_range(KEY_RANGE, range_strides, b, g, S)
@@ -111,7 +108,9 @@ def larger(a, b):
 
 @triton.jit
 def outwards_kernel(RADIUS, REACH, num_blocks, CHUNK: tl.constexpr):
-    """REACH [2, heads, blocks]: the largest RADIUS [heads, blocks] up to a block, and from it on; grid (heads, 2)."""
+    """REACH [2, heads, blocks]: the largest RADIUS [heads, blocks] up to a block, and from it on;
+    grid (heads, 2).
+    """
     side = tl.program_id(1)
     RADIUS += wide(tl.program_id(0)) * num_blocks
     REACH += (wide(side) * tl.num_programs(0) + tl.program_id(0)) * num_blocks
@@ -127,7 +126,7 @@ def outwards_kernel(RADIUS, REACH, num_blocks, CHUNK: tl.constexpr):
 
 @triton.jit
 def log_count(slope, count):
-    """log2 of what a geometric tail of that slope (in bits) and so many keys sums up to, at most."""
+    """log2 of what a geometric tail of that slope, in bits, and so many keys weighs at most."""
     y = slope * LN2
     # 1 - exp(-y), from below where it would cancel
     first_weight = tl.where(y < 0.01, y * (1 - 0.5 * y), 1 - tl.exp2(-slope))
@@ -147,10 +146,9 @@ def excess_of(bound, row_max, row_sum, log_share):
 def trip_count(
     bound, slope, row_max, row_sum, present, distance, most, log_share, slack, KEYS: tl.constexpr
 ):
-    """How many more blocks of KEYS a side must visit, 0 .. most: the certificate solved for the distance.
+    """How many more blocks a side must visit, 0 .. most; NaN and a slope of 0 ask for all.
 
-    bound: [rows], log2 of the tail if it began at distance 0; distance: [rows], from a row to the nearest unvisited key.
-    Comparisons with NaN ask for all blocks, and so does a slope of 0.
+    bound: [rows], log2 of a tail at distance 0; distance: [rows], of the nearest unvisited key.
     """
     excess = excess_of(bound, row_max, row_sum, log_share)
     needed = excess / (tl.where(slope > 0, slope, 1.0) * (1 - slack)) - distance.to(tl.float32)
@@ -163,14 +161,16 @@ def trip_count(
 
 @triton.jit
 def preview(slope, KEYS: tl.constexpr):
-    """How many blocks of keys carry most of a row's weight, going by the bias: they are visited before the second question."""
+    """How many blocks carry most of a row's weight, going by the bias."""
     flattest = tl.where(slope > 1e-6, slope, 1e-6)  # which NaN becomes, too
     return tl.ceil(1.0 / flattest * PREVIEW_BITS / KEYS).to(tl.int32)
 
 
 @triton.jit
 def most_needed(excess, slope, xq, x, present, slack, SIDE: tl.constexpr):
-    """`excess_of` a tail that begins at x, [rows]; inf where that is no number, -inf in absent rows."""
+    """`excess_of` a tail that begins at x, [rows]; inf where that is no number, -inf in absent
+    rows.
+    """
     needed = excess - slope * (1 - slack) * beyond(x, xq, SIDE)
     return tl.where(present, tl.where(needed < INF, needed, INF), -INF)
 
@@ -180,11 +180,11 @@ def search(
     needed, slope, X, stride, TAILS, nearest, most, slack,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """How many blocks from key `nearest` outwards, 0 .. most, come before the first whose tail any row may leave out.
+    """How many of the blocks from key `nearest` outwards come before the first that may be left
+    out.
 
-    needed, slope, X: [rows] each: of a tail that begins at `nearest`, in bits; X points to the head's positions. TAILS has
-    what the tail weighs seen from each block; without it a tail counts its keys. Tails fall outwards: WIDTH of them are
-    looked at together. Comparisons with NaN ask for the block.
+    needed, slope, X [rows]: of a tail from `nearest`, in bits; X points to positions. Tails fall
+    outwards; WIDTH are looked at together. Without TAILS a tail counts its keys.
     """
     count = 0
     going = most > 0
@@ -206,13 +206,10 @@ def search(
 
 @triton.jit
 def placed_trip_count(
-    bound, slope, row_max, row_sum, present, xq, X, stride, S, TAILS, nearest, most, log_share, slack, first_time,
-    KEYS: tl.constexpr, SIDE: tl.constexpr,
+    bound, slope, row_max, row_sum, present, xq, X, stride, S, TAILS, nearest, most, log_share,
+    slack, first_time, KEYS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """`trip_count` where keys have positions: X points to those of the head, xq [rows] are the rows', TAILS the head's of a side.
-
-    The first time no farther than keys that carry most of a row's weight, going by the bias.
-    """
+    """`trip_count` where keys have positions, at first for most of the weight alone."""
     here = tl.minimum(tl.maximum(nearest, 0), S - 1)
     excess = excess_of(bound, row_max, row_sum, log_share)
     x = tl.load(X + wide(here) * stride)
@@ -222,7 +219,8 @@ def placed_trip_count(
     needed = tl.where(first_time, near, needed)
     one, none = tl.arange(0, 1), tl.zeros((1,), tl.float32)
     asked = search(
-        needed + none, slope + none, X + one, stride, TAILS, nearest, most, slack, KEYS, SEARCHED, SIDE
+        needed + none, slope + none, X + one, stride, TAILS, nearest, most, slack, KEYS, SEARCHED,
+        SIDE
     )  # fmt: skip
     return tl.where(slope > 0, asked, most)
 
@@ -237,16 +235,19 @@ def log_add(a, b):
 
 @triton.jit
 def further_block(sum, step, next_sum, next_step):
-    """Two stretches of keys as one: the log of their weights, seen from its end, and how much bias lies between its ends."""
+    """Two stretches of keys as one: log of their weights, seen from its end, and the bias between
+    ends.
+    """
     return log_add(sum - next_step, next_sum), step + next_step
 
 
 @triton.jit
 def blocks_kernel(
-    X, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, SUMS, x_strides, left_strides, right_strides, range_strides,
-    H, G, S, num_blocks, num_groups, KEYS: tl.constexpr, BLOCKS: tl.constexpr,
+    X, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, SUMS, x_strides, left_strides, right_strides,
+    range_strides, H, G, S, num_blocks, num_groups, KEYS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Fill SUMS [2, B, H, blocks]: log2 of what the keys of a block weigh, seen from the one nearest to rows on either side.
+    """Fill SUMS [2, B, H, blocks]: log2 of what a block weighs, seen from its key nearest to the
+    rows.
 
     Grid B * H * num_groups, a group of BLOCKS blocks each.
     """
@@ -272,17 +273,19 @@ def blocks_kernel(
 
 @triton.jit
 def edge_of(block, first, end, KEYS: tl.constexpr, SIDE: tl.constexpr):
-    """The key of a block, or of the range beyond which it lies, that is nearest to rows whose keys on one side it has."""
+    """The key of a block, or of the range beyond which it lies, that is nearest to the rows."""
     edge = block * KEYS + (KEYS - 1 if SIDE == LEFT else 0)
     return clamp(edge, first, end - 1)
 
 
 @triton.jit
 def tails_kernel(
-    X, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, SUMS, TAILS, x_strides, left_strides, right_strides, range_strides,
-    H, G, S, num_blocks, KEYS: tl.constexpr, CHUNK: tl.constexpr,
+    X, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, SUMS, TAILS, x_strides, left_strides, right_strides,
+    range_strides, H, G, S, num_blocks, KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """TAILS [2, B, H, blocks]: log2 of what a block and all beyond it weigh, seen from its nearest key; grid (B * H, 2)."""
+    """TAILS [2, B, H, blocks]: log2 of what a block and all beyond weigh, likewise; grid (B * H,
+    2).
+    """
     head, side = tl.program_id(0), tl.program_id(1)
     b, h = head // H, head % H
     first, end = read_range(KEY_RANGE, range_strides, b, h // (H // G), S)
@@ -314,15 +317,15 @@ def tails_kernel(
 
 
 def tails(call: Call, keys: int) -> Tensor:
-    """What all keys from a block of `keys` keys outwards weigh, in bits: [2, B, H, blocks], to the left and to the right."""
+    """What all keys from a block of `keys` keys outwards weigh, in bits: [2, B, H, blocks]."""
     B, H, G, _, S, *_ = call.lengths
     num_blocks = triton.cdiv(S, keys)
     sums = torch.empty(2, B, H, num_blocks, dtype=torch.float32, device=call.k.device)
     found = torch.empty_like(sums)
     shared = {
-        "X": call.positions, "x_strides": strides(call.positions), **slope_arguments(call), "KEY_RANGE": call.key_range,
-        "range_strides": strides(call.key_range), "SUMS": sums, "H": H, "G": G, "S": S, "num_blocks": num_blocks,
-        "KEYS": keys, **FUSION,
+        "X": call.positions, "x_strides": strides(call.positions), **slope_arguments(call),
+        "KEY_RANGE": call.key_range, "range_strides": strides(call.key_range), "SUMS": sums,
+        "H": H, "G": G, "S": S, "num_blocks": num_blocks, "KEYS": keys, **FUSION,
     }  # fmt: skip
     num_groups = triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)
     blocks_kernel[B * H * num_groups,](**shared, num_groups=num_groups, BLOCKS=BLOCKS_PER_PROGRAM)
@@ -339,9 +342,10 @@ def bounds(call: Call, keys: int) -> Bounds:
     radius = torch.empty(B, G, num_blocks, dtype=torch.float32, device=call.k.device)
     num_groups = triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)
     measure_kernel[B * G * num_groups,](
-        call.k, call.v, call.key_range, center, radius, call.k.stride(), call.v.stride(), strides(call.key_range),
-        G, S, num_blocks, num_groups, slack_of(D), D=D, E=E, PADDED_D=padded(D), PADDED_E=padded(E),
-        KEYS=keys, BLOCKS=BLOCKS_PER_PROGRAM, SAMPLE=SAMPLE, **FUSION,
+        call.k, call.v, call.key_range, center, radius, call.k.stride(), call.v.stride(),
+        strides(call.key_range), G, S, num_blocks, num_groups, slack_of(D), D=D, E=E,
+        PADDED_D=padded(D), PADDED_E=padded(E), KEYS=keys, BLOCKS=BLOCKS_PER_PROGRAM,
+        SAMPLE=SAMPLE, **FUSION,
     )  # fmt: skip
     reach = radius.new_empty(2, B, G, num_blocks)
     outwards_kernel[B * G, 2](radius, reach, num_blocks, CHUNK=CHUNK, **FUSION)

@@ -1,12 +1,8 @@
 """Decoding: few queries against a long cache, which is cut into parts that run at once.
 
-One program: one part of one key/value head, for all query rows that read it (heads of a group times queries, packed into one
-tile). With a `key_bound` it first takes the scores of the near keys on either side, without their values, for the certificate;
-that gives the window of the head, of which it then visits its share. Without one all visible keys are visited: to measure them
-would read more.
-`merge_kernel` adds the parts up in order.
-Bytes read: the longest window of each group, keys and values once, plus the near keys once more for every part (L2).
-Source of the cut: Flash-Decoding (Dao et al. 2023). Shapes: T * H / G up to 64 (float32: 16), otherwise as forward's.
+A program has one part of a key/value head, for all query rows that read it, as one tile. With a
+`key_bound` the scores of near keys give the certificate the head's window; without one all keys
+are visited. `merge_kernel` adds the parts up in order (Flash-Decoding, Dao et al. 2023).
 """
 
 from typing import Any
@@ -30,11 +26,10 @@ from linbias.kernels.triton.certificate import (
 from linbias.kernels.triton.launch import (
     Call,
     arguments,
-    padded,
     position_arguments,
     slope_arguments,
 )
-from linbias.kernels.triton.sizes import FUSION
+from linbias.kernels.triton.sizes import FUSION, padded
 from linbias.kernels.triton.tile import (
     INF,
     LEFT,
@@ -59,21 +54,18 @@ MOST_ROWS = {2: 64, 4: 16}  # by bytes of an element: in float32 more rows do no
 PROGRAMS_PER_PROCESSOR = 4
 MOST_PARTS = 64
 
-NEAR_BLOCKS: tl.constexpr = tl.constexpr(
-    4
-)  # on a side, at most, beside those at the queries' own positions
+# On a side, at most, beside those at the queries' own positions.
+NEAR_BLOCKS: tl.constexpr = tl.constexpr(4)
 SEARCHED: tl.constexpr = tl.constexpr(32)  # blocks at a time
 
 
 @triton.jit
 def score_block(
-    q, K, X, xq, start, position, first, end, strides, x_stride, scale, left, left_sight, right, right_sight,
-    D: tl.constexpr, PADDED_D: tl.constexpr, KEYS: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr,
+    q, K, X, xq, start, position, first, end, strides, x_stride, scale, left, left_sight, right,
+    right_sight, D: tl.constexpr, PADDED_D: tl.constexpr, KEYS: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr,
 ):  # fmt: skip
-    """The scores of all rows with the block of keys from `start`, and which of its keys there are.
-
-    X, unless None, points to the positions of each row's head, and xq are those of the rows.
-    """
+    """The scores of all rows with the keys from `start`, and which of these there are."""
     columns = tl.arange(0, KEYS)
     keys = start + columns
     inside = (keys >= first) & (keys < end)
@@ -93,10 +85,10 @@ def score_block(
 
 @triton.jit
 def blocks_to_visit(
-    bound, slope, row_max, row_sum, seen, X, xq, x_stride, nearest, distance, unseen, near, most, log_share, slack,
-    KEYS: tl.constexpr, SIDE: tl.constexpr,
+    bound, slope, row_max, row_sum, seen, X, xq, x_stride, nearest, distance, unseen, near, most,
+    log_share, slack, KEYS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """How many blocks of one side the rows must visit, of which they have seen the scores of the `near` first.
+    """How many blocks of one side the rows must visit, of which they have scored the `near` first.
 
     To sum what keys at given positions weigh would read all of them, so that these are counted.
     """
@@ -113,22 +105,24 @@ def blocks_to_visit(
         )
     else:
         asked = trip_count(
-            bound + log_count(slope, unseen), slope, row_max, row_sum, seen, distance, most - near, log_share, slack, KEYS
+            bound + log_count(slope, unseen), slope, row_max, row_sum, seen, distance, most - near,
+            log_share, slack, KEYS
         )  # fmt: skip
     return near + asked
 
 
 @triton.jit
 def decode_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, BOUND, PART_OUT, PART_MAX, PART_SUM,
-    q_strides, k_strides, v_strides, left_strides, right_strides, range_strides, start_strides, x_strides, xq_strides,
-    H, G, T, S, scale, log_share, slack,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, BOUND, PART_OUT, PART_MAX,
+    PART_SUM, q_strides, k_strides, v_strides, left_strides, right_strides, range_strides,
+    start_strides, x_strides, xq_strides, H, G, T, S, scale, log_share, slack,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fill PART_OUT [B * G, parts, rows, E], unnormalised, PART_MAX and PART_SUM [B * G, parts, rows]; grid (B * G, parts).
+    """Fill PART_OUT [B * G, parts, rows, E], unnormalised, PART_MAX and PART_SUM; grid (B * G,
+    parts).
 
-    BOUND [B * G] is the largest |k|; without one all keys are visited. Scores lack the bias of the gap.
+    BOUND [B * G] is the largest |k|; without one all keys are visited. Scores lack the gap's bias.
     """
     HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
     HAS_RANGE: tl.constexpr = KEY_RANGE is not None
@@ -204,14 +198,16 @@ def decode_kernel(
         largest = q_norm * tl.load(BOUND + tl.program_id(0)) * (1 + 3 * slack)
         nearest = low - near_left * KEYS - 1
         left_count = blocks_to_visit(
-            largest, left, row_max, row_sum, left_seen, X, xq, x_stride, nearest, position - nearest, nearest + 1 - first,
-            near_left, most_left, log_share, slack, KEYS, LEFT,
+            largest, left, row_max, row_sum, left_seen, X, xq, x_stride, nearest,
+            position - nearest, nearest + 1 - first, near_left, most_left, log_share, slack, KEYS,
+            LEFT,
         )  # fmt: skip
         if HAS_RIGHT:
             nearest = high + near_right * KEYS
             right_count = blocks_to_visit(
-                largest, right, row_max, row_sum, right_seen, X, xq, x_stride, nearest, nearest - position, end - nearest,
-                near_right, most_right, log_share, slack, KEYS, RIGHT,
+                largest, right, row_max, row_sum, right_seen, X, xq, x_stride, nearest,
+                nearest - position, end - nearest, near_right, most_right, log_share, slack, KEYS,
+                RIGHT,
             )  # fmt: skip
         row_max = tl.full((ROWS,), float("-inf"), tl.float32)
         row_sum = tl.zeros((ROWS,), tl.float32)
@@ -237,8 +233,8 @@ def decode_kernel(
 
 @triton.jit
 def merge_kernel(
-    PART_OUT, PART_MAX, PART_SUM, OUT, ROW_MAX, LOG_SUM, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START,
-    left_strides, right_strides, range_strides, start_strides, H, G, T, S, num_parts,
+    PART_OUT, PART_MAX, PART_SUM, OUT, ROW_MAX, LOG_SUM, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE,
+    QUERY_START, left_strides, right_strides, range_strides, start_strides, H, G, T, S, num_parts,
     E: tl.constexpr, PADDED_E: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of one row; grid B * H * T. Rows lie in the order of OUT [B, H, T, E]."""
@@ -278,10 +274,8 @@ def serves(T: int, group_size: int, itemsize: int) -> bool:
 
 
 def decode(call: Call, num_processors: int, out: Tensor, row_max: Tensor, log_sum: Tensor) -> None:
-    """Fill out [B, H, T, E], row_max and log_sum [B, H, T] in bits; without dropout.
-
-    Args:
-        num_processors: Of the device; the cache is cut into parts until all are busy.
+    """Fill out, row_max and log_sum in bits, without dropout, in parts until all processors are
+    busy.
     """
     B, H, G, T, S, D, E = call.lengths
     if B * H * T == 0:
@@ -295,11 +289,13 @@ def decode(call: Call, num_processors: int, out: Tensor, row_max: Tensor, log_su
     part_max, part_sum = torch.empty(2, B * G, num_parts, rows, **options)
     parts = {"PART_OUT": part_out, "PART_MAX": part_max, "PART_SUM": part_sum}
     decode_kernel[B * G, num_parts](
-        **arguments(call), **parts, BOUND=call.key_bound if call.tolerance > 0 and num_blocks > 2 else None,
+        **arguments(call), **parts,
+        BOUND=call.key_bound if call.tolerance > 0 and num_blocks > 2 else None,
         log_share=log_share(call.tolerance, call.right is not None), slack=slack_of(D),
         **tile._replace(rows=max(tile.rows, padded(rows))).options(),
     )  # fmt: skip
     merge_kernel[B * H * T,](
-        **slope_arguments(call), **position_arguments(call), **parts, OUT=out, ROW_MAX=row_max, LOG_SUM=log_sum,
-        H=H, G=G, T=T, S=S, num_parts=num_parts, E=E, PADDED_E=padded(E), PLACED=call.positions is not None, num_warps=1, **FUSION,
+        **slope_arguments(call), **position_arguments(call), **parts, OUT=out, ROW_MAX=row_max,
+        LOG_SUM=log_sum, H=H, G=G, T=T, S=S, num_parts=num_parts, E=E, PADDED_E=padded(E),
+        PLACED=call.positions is not None, num_warps=1, **FUSION,
     )  # fmt: skip

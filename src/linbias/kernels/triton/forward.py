@@ -1,9 +1,7 @@
-"""The forward pass: a tile of query rows visits keys near to far, with an online softmax, for as long as the certificate asks.
+"""The forward pass: a tile of query rows visits keys near to far, as long as the certificate asks.
 
-One program: `rows` queries of one head. Near tiles come first, with masks; then each side in a counted loop that the compiler
-can pipeline, entered twice: the second time for as long as the certificate asks once the first has seen most of the weight.
-In registers: queries, acc [rows, E], a tile of scores; in shared memory: `num_stages` blocks of keys and values.
-Shapes: q [B, H, T, D], k [B, G, S, D], v [B, G, S, E], any strides, D and E up to 256; float16, bfloat16, float32.
+Near tiles come first, with masks; then each side in a counted loop that the compiler can pipeline,
+entered twice: the second time once the first has seen most of the weight.
 """
 
 import triton
@@ -54,7 +52,8 @@ from linbias.kernels.triton.tile import (
     wide,
 )
 
-# Of keys; with so few it does not pay to measure them in order to leave some out (reasoned, not measured).
+# Of keys; with so few it does not pay to measure them in order to leave some out (reasoned, not
+# measured).
 FEWEST_BLOCKS = 16
 
 
@@ -62,14 +61,15 @@ FEWEST_BLOCKS = 16
 def forward_kernel(
     Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, SEED, CENTER, REACH, TAILS,
     OUT, ROW_MAX, LOG_SUM, VISITED,
-    q_strides, k_strides, v_strides, left_strides, right_strides, range_strides, start_strides, x_strides, xq_strides,
-    B, H, G, T, S, num_tiles, visited_tiles, num_blocks, scale, log_share, slack, threshold, factor,
-    D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    q_strides, k_strides, v_strides, left_strides, right_strides, range_strides, start_strides,
+    x_strides, xq_strides, B, H, G, T, S, num_tiles, visited_tiles, num_blocks, scale, log_share,
+    slack, threshold, factor, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr,
+    PADDED_E: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fill OUT [B, H, T, E], ROW_MAX and LOG_SUM [B, H, T] in bits, VISITED [B, H, visited_tiles, 2]; 1-D grid.
+    """Fill OUT, ROW_MAX and LOG_SUM [B, H, T] in bits, and VISITED [B, H, visited_tiles, 2]; 1-D
+    grid.
 
-    CENTER and REACH are those of `certificate.Bounds`, without which all keys are visited; TAILS are those of keys that have positions.
+    CENTER and REACH: of `certificate.Bounds`; None: all keys are visited. TAILS: of positions.
     """
     HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
     HAS_RANGE: tl.constexpr = KEY_RANGE is not None
@@ -120,10 +120,12 @@ def forward_kernel(
                 row_high[:, None], row_low[:, None], key_high[None, :], key_low[None, :], order
             )
         score = near_score(
-            product, order, distance, inside[None, :], scale, left, left_sight, right, right_sight, HAS_RIGHT
+            product, order, distance, inside[None, :], scale, left, left_sight, right, right_sight,
+            HAS_RIGHT
         )  # fmt: skip
         acc, row_max, row_sum = add_block(
-            score, no_lead, v, acc, row_max, row_sum, row_hashes, key_hash(SEED, keys), threshold, factor, DROPOUT
+            score, no_lead, v, acc, row_max, row_sum, row_hashes, key_hash(SEED, keys), threshold,
+            factor, DROPOUT
         )  # fmt: skip
 
     base = row_sum
@@ -164,13 +166,13 @@ def forward_kernel(
                     if PLACED:
                         count = visited + placed_trip_count(
                             bound, slope, row_max, row_sum, present, xq, X, x_strides[2], S,
-                            TAILS + (SIDE * wide(B) * H + head) * num_blocks, nearest, most - visited,
-                            log_share, slack, turn == 0, KEYS, SIDE,
+                            TAILS + (SIDE * wide(B) * H + head) * num_blocks, nearest,
+                            most - visited, log_share, slack, turn == 0, KEYS, SIDE,
                         )  # fmt: skip
                     else:
                         count = visited + trip_count(
-                            bound + log_count(slope, unseen), slope, row_max, row_sum, present, distance, most - visited,
-                            log_share, slack, KEYS,
+                            bound + log_count(slope, unseen), slope, row_max, row_sum, present,
+                            distance, most - visited, log_share, slack, KEYS,
                         )  # fmt: skip
                         count = tl.where(turn == 0, tl.minimum(count, preview(slope, KEYS)), count)
                 for n in tl.range(visited, count, num_stages=STAGES):
@@ -198,7 +200,8 @@ def forward_kernel(
                         V, far, columns, inside, v_strides, E, PADDED_E, HAS_RANGE, SIDE
                     )
                     acc, row_max, row_sum = add_block(
-                        score, lead, v, acc, row_max, row_sum, row_hashes, key_hash(SEED, keys), threshold, factor, DROPOUT
+                        score, lead, v, acc, row_max, row_sum, row_hashes, key_hash(SEED, keys),
+                        threshold, factor, DROPOUT
                     )  # fmt: skip
                 visited = count
             tl.store(VISITED + (head * visited_tiles + tile) * 2 + SIDE, visited)
@@ -215,11 +218,10 @@ def forward_kernel(
 
 
 def forward(call: Call, out: Tensor, row_max: Tensor, log_sum: Tensor, visited: Tensor) -> None:
-    """Fill out [B, H, T, E], row_max and log_sum [B, H, T] in bits, and visited, int32.
+    """Fill out [B, H, T, E], row_max and log_sum [B, H, T] in bits, and visited [B, H, tiles, 2].
 
-    Args:
-        visited: [B, H, tiles, 2] with room for T / FEWEST_ROWS tiles: how many blocks each visited to the left and to
-            the right of those at its own positions.
+    It counts the blocks that each of T / FEWEST_ROWS tiles visits to the left and right of its
+    own.
     """
     B, H, _, T, S, D, _ = call.lengths
     if B * H * T == 0:
@@ -230,7 +232,9 @@ def forward(call: Call, out: Tensor, row_max: Tensor, log_sum: Tensor, visited: 
     num_tiles = triton.cdiv(T, tile.rows)
     forward_kernel[num_tiles * B * H,](
         **arguments(call), **dropout_arguments(call), CENTER=measured.center, REACH=measured.reach,
-        TAILS=tails(call, tile.keys) if certify and call.positions is not None else None, OUT=out, ROW_MAX=row_max, LOG_SUM=log_sum, VISITED=visited, B=B, num_tiles=num_tiles,
+        TAILS=tails(call, tile.keys) if certify and call.positions is not None else None, OUT=out,
+        ROW_MAX=row_max, LOG_SUM=log_sum, VISITED=visited, B=B, num_tiles=num_tiles,
         visited_tiles=visited.shape[2], num_blocks=triton.cdiv(S, tile.keys),
-        log_share=log_share(call.tolerance, call.right is not None), slack=slack_of(D), **tile.options(),
+        log_share=log_share(call.tolerance, call.right is not None), slack=slack_of(D),
+        **tile.options(),
     )  # fmt: skip

@@ -1,12 +1,13 @@
-"""What the launching functions share: a call of attention, and what it means for a kernel's arguments."""
+"""What the launching functions share: a call of attention, and what it means for a kernel's
+arguments.
+"""
 
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from linbias.kernels.triton.sizes import Sizes
+from linbias.kernels.triton.sizes import Sizes, padded
 from linbias.kernels.triton.tile import LOG2E
 
 
@@ -37,13 +38,16 @@ class Call(NamedTuple):
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    """What every kernel takes that scores keys, by name. An array's strides are one tuple; None counts as a constant."""
+    """What every kernel takes that scores keys, by name. An array's strides are one tuple."""
     _, H, G, T, S, D, E = call.lengths
     return {
         "Q": call.q, "K": call.k, "V": call.v,
         "q_strides": call.q.stride(), "k_strides": call.k.stride(), "v_strides": call.v.stride(),
-        **slope_arguments(call), **position_arguments(call), **place_arguments(call), "H": H, "G": G, "T": T, "S": S,
-        "scale": call.scale * LOG2E.value, "D": D, "E": E, "PADDED_D": padded(D), "PADDED_E": padded(E),
+        **slope_arguments(call), **position_arguments(call), "X": call.positions,
+        "x_strides": strides(call.positions), "XQ": call.query_positions,
+        "xq_strides": strides(call.query_positions), "H": H,
+        "G": G, "T": T, "S": S, "scale": call.scale * LOG2E.value, "D": D, "E": E,
+        "PADDED_D": padded(D), "PADDED_E": padded(E),
     }  # fmt: skip
 
 
@@ -58,13 +62,6 @@ def position_arguments(call: Call) -> dict[str, Any]:
     return {
         "KEY_RANGE": call.key_range, "range_strides": strides(call.key_range),
         "QUERY_START": call.query_start, "start_strides": strides(call.query_start),
-    }  # fmt: skip
-
-
-def place_arguments(call: Call) -> dict[str, Any]:
-    return {
-        "X": call.positions, "x_strides": strides(call.positions),
-        "XQ": call.query_positions, "xq_strides": strides(call.query_positions),
     }  # fmt: skip
 
 
@@ -86,8 +83,3 @@ def slope_strides(slopes: Tensor | None) -> tuple[int, ...] | None:
     if slopes is None or slopes.dim() == 2:
         return strides(slopes)
     return (0, *slopes.stride())
-
-
-def padded(size: int) -> int:
-    """The next power of two that a tensor core takes."""
-    return max(16, triton.next_power_of_2(size))

@@ -1,8 +1,7 @@
 """Tile sizes by head size, and the shared memory that they take.
 
-Chosen by what the compiler makes of them (tests/support/triton_compile.py prints it), not by tuning at run time, so that results do
-not depend on what else runs. Most scores for an instruction, as far as accumulators [rows, E] and [keys, D + E] leave
-registers for the innermost loops. Matrix products in float32 run without tensor cores and want little tiles.
+Chosen by what the compiler makes of them (tests/support/triton_compile.py), not by tuning at run
+time: results do not depend on what else runs. Products in float32 go without tensor cores.
 """
 
 from collections.abc import Iterator
@@ -13,6 +12,11 @@ LARGEST_HEAD = 256
 FEWEST_ROWS = 16  # of a forward tile
 # Said outright, because Triton's default is about to change.
 FUSION = {"enable_fp_fusion": True}
+
+
+def padded(size: int) -> int:
+    """The next power of two that a tensor core takes."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 class Tile(NamedTuple):
@@ -30,7 +34,9 @@ class Tile(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The tiles of one call; those of dq and dkv are cut from forward's: rows and (dq) keys divide forward's."""
+    """The tiles of one call; those of dq and dkv are cut from forward's: rows and (dq) keys divide
+    forward's.
+    """
 
     forward: Tile
     dq: Tile
@@ -58,14 +64,7 @@ _forced: Sizes | None = None
 
 
 def choose(D: int, E: int, itemsize: int, shared_memory: int) -> Sizes | None:
-    """The sizes for a call on a device with so many bytes of shared memory per block; None if nothing fits.
-
-    Args:
-        D: Head size of queries and keys.
-        E: Head size of values.
-        itemsize: Bytes of an element: 2 or 4.
-        shared_memory: The most that one block of threads may take.
-    """
+    """The sizes for so many bytes of shared memory per block; None if nothing fits."""
     if _forced is not None:
         return _forced
     tables = (_NARROW, _SMALL) if itemsize == 2 else (_WIDE,)
@@ -77,8 +76,8 @@ def choose(D: int, E: int, itemsize: int, shared_memory: int) -> Sizes | None:
 
 
 def shared_bytes(sizes: Sizes, D: int, E: int, itemsize: int) -> int:
-    """What the largest kernel keeps in shared memory: its fixed operands, those in flight, and the tile of scores."""
-    both = (_padded(D) + _padded(E)) * itemsize
+    """What the largest kernel keeps in shared memory: operands and scores."""
+    both = (padded(D) + padded(E)) * itemsize
 
     def taken(fixed: int, moving: int, tile: Tile) -> int:
         return (fixed + moving * tile.num_stages) * both + tile.rows * tile.keys * itemsize
@@ -99,7 +98,3 @@ def forced(sizes: Sizes) -> Iterator[None]:
         yield
     finally:
         _forced = before
-
-
-def _padded(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())

@@ -1,18 +1,9 @@
 """What a tile of scores is made of: the functions that the kernels share.
 
-Scores count in bits (base-2 exponents): score = q.k * scale * log2(e) - slope * log2(e) * distance. Distances are integers
-held in float32, exact up to 2^24 tokens, and always taken from the tile outwards, never from position 0. Where all keys of
-a block lie on one side of all rows, the distance is a sum of three that are at least 0: of the key within its block, from
-block to tile, and of the row within its tile. Only the first is taken off every score, within its multiplication; the others
-go to the row's maximum, which a score is held against anyway.
-
-Key s stands at position s, query t at `start` + t. Queries that all stand beyond the keys, or all before them, are moved next
-to them: the `gap` in between, up to 2^30, is the same for all keys and would only round their scores away. Its bias is taken
-off the row's maximum at the very end.
-
-Where keys have positions (X [B, H, S] and those of queries XQ [B, H, T], float64), these integers say on which side a key is, and
-distances are what lies between positions. On one side of the rows they are a sum of two again, from the key to that of its block
-that is nearest to the rows, and from there to the row. There is no gap.
+Scores count in bits: q.k * scale * log2(e) - slope * log2(e) * distance. Distances are float32
+from the tile outwards. Beyond the near keys they are sums of parts that are at least 0, of which
+only that of a key within its block is taken off every score; the rest goes to the row's maximum. A
+`gap` between queries and all keys is taken off at the very end; positions, float64, have none.
 """
 
 import triton
@@ -35,7 +26,7 @@ def wide(x):
 
 @triton.jit
 def read_slope(slope):
-    """The slope in bits per key, and how far its side can be seen: 0 keys if the slope hides it."""
+    """The slope in bits per key, and how far its side is seen: 0 keys if the slope hides it."""
     hidden = slope == INF
     bits = tl.where(hidden, 0.0, slope) * LOG2E
     # 0 * inf would be NaN at distance 0
@@ -44,7 +35,9 @@ def read_slope(slope):
 
 @triton.jit
 def read_slopes(LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h):
-    """Slope and sight to the left and to the right of head h, or of several; without right slopes that side is hidden."""
+    """Slope and sight to either side of head h, or of several; without right slopes that is
+    hidden.
+    """
     left, left_sight = read_slope(tl.load(LEFT_SLOPES + b * left_strides[0] + h * left_strides[1]))
     right, right_sight = tl.zeros_like(left), tl.zeros_like(left_sight)
     if RIGHT_SLOPES is not None:
@@ -55,10 +48,10 @@ def read_slopes(LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h):
 
 @triton.jit
 def my_tile(num_tiles, B, H, G):
-    """Which tile of which head a program of the grid num_tiles * B * H has: tile, batch row, head, key/value head.
+    """Tile, batch row, head and key/value head of a program of the grid num_tiles * B * H.
 
-    The heads with the highest index come first (with ALiBi's schedules the flattest, whose windows are longest), and of each
-    the last rows, so that long programs start early; programs of one head follow each other and share its keys in the L2 cache.
+    The flattest heads, the last, and their last rows come first, so that long programs start
+    early.
     """
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     h = index // num_tiles // B
@@ -73,7 +66,7 @@ def clamp(x, least, most):
 
 @triton.jit
 def read_range(KEY_RANGE, strides, b, g, S):
-    """The first and one past the last key that a key/value head shows, inside the array whatever the range says."""
+    """The first and one past the last key that a key/value head shows, always inside the array."""
     first, end = 0, S
     if KEY_RANGE is not None:
         limits = KEY_RANGE + wide(b) * strides[0] + wide(g) * strides[1]
@@ -84,7 +77,9 @@ def read_range(KEY_RANGE, strides, b, g, S):
 
 @triton.jit
 def read_start(QUERY_START, strides, b, first, end, T, S):
-    """Where query 0 stands once all queries are moved next to the keys first .. end - 1, and by how much it stood higher."""
+    """Where query 0 stands once all queries are moved next to the keys, and how much higher it
+    stood.
+    """
     start, gap = S - T, 0
     if QUERY_START is not None:
         given = tl.load(QUERY_START + wide(b) * strides[0]).to(tl.int64)
@@ -98,7 +93,8 @@ def read_start(QUERY_START, strides, b, first, end, T, S):
 def gap_bias(gap, left, right):
     """The bias that all keys share because the queries stood a gap away from them."""
     slope = tl.where(gap > 0, left, right)
-    # The minimum also keeps the compiler from fusing product and sum: forward and backward must find the same number.
+    # The minimum also keeps the compiler from fusing product and sum: forward and backward must
+    # find the same number.
     return tl.minimum(slope * tl.abs(gap).to(tl.float32), LARGEST_SLOPE)
 
 
@@ -106,7 +102,7 @@ def gap_bias(gap, left, right):
 def take_off_bias(row_max, log_sum, bias):
     """row_max and log_sum of scores that are all lower by `bias`.
 
-    What row_max loses in rounding goes to log_sum, so that backward, which adds `bias` again, finds the same weights.
+    What row_max loses in rounding goes to log_sum: backward, which adds `bias` again, finds it.
     """
     lower = row_max - bias
     lost = tl.where(row_max == -INF, 0.0, row_max - (lower + bias))
@@ -115,7 +111,7 @@ def take_off_bias(row_max, log_sum, bias):
 
 @triton.jit
 def near_keys(position, num_rows, first, end, KEYS: tl.constexpr):
-    """Where the blocks of KEYS begin and end that hold the keys at the positions of num_rows rows, the first at `position`."""
+    """Where the blocks begin and end that hold the keys at `position` and the rows after it."""
     low = clamp(position, first, end) // KEYS
     high = tl.cdiv(clamp(position + num_rows, first, end), KEYS)
     return low * KEYS, tl.maximum(low, high) * KEYS
@@ -129,9 +125,12 @@ def head_of(array, strides, b, h):
 
 @triton.jit
 def load_rows(
-    base, rows, present, strides, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr = True
+    base, rows, present, strides, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    MASKED: tl.constexpr = True
 ):  # fmt: skip
-    """[rows, PADDED]; zeros beyond SIZE and in absent rows, of which there are none where not MASKED."""
+    """[rows, PADDED]; zeros beyond SIZE and in absent rows, of which there are none where not
+    MASKED.
+    """
     entries = tl.arange(0, PADDED)
     pointers = base + rows[:, None] * strides[2] + entries[None, :] * strides[3]
     if MASKED and SIZE != PADDED:
@@ -149,7 +148,9 @@ def load_block(
     base, block, columns, inside, strides,
     SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RANGE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values from `block` on. Those to the left of a tile are all there, unless a key range cuts them."""
+    """Keys or values from `block` on. Those to the left of a tile are all there, unless a key
+    range cuts them.
+    """
     base += wide(block) * strides[2]
     MASKED: tl.constexpr = HAS_RANGE or PART != LEFT
     return load_rows(base, columns, inside, strides, SIZE, PADDED, MASKED)
@@ -168,9 +169,12 @@ def store_rows(base, rows, present, values, SIZE: tl.constexpr, PADDED: tl.const
 
 @triton.jit
 def near_score(
-    product, order, distance, inside, scale, left, left_sight, right, right_sight, HAS_RIGHT: tl.constexpr
+    product, order, distance, inside, scale, left, left_sight, right, right_sight,
+    HAS_RIGHT: tl.constexpr
 ):  # fmt: skip
-    """Scores of keys on both sides of the rows, in the shape of product; order = row - key counts them, distance is float32."""
+    """Scores of keys on both sides of the rows; order = row - key counts them, distance is
+    float32.
+    """
     bias = left * distance
     visible = inside & (order <= left_sight)
     if HAS_RIGHT:
@@ -189,7 +193,7 @@ def load_places(places, indices, present, strides):
 
 @triton.jit
 def from_anchor(place, anchor):
-    """place - anchor as a sum of two float32, which has the digits of places that lie together far from the anchor."""
+    """place - anchor as a sum of two float32, which keeps its digits."""
     away = place - anchor
     high = away.to(tl.float32)
     return high, (away - high.to(tl.float64)).to(tl.float32)
@@ -197,26 +201,32 @@ def from_anchor(place, anchor):
 
 @triton.jit
 def toward(order, distance):
-    """A distance, which is not below 0 to the left nor above it to the right, whatever absent rows hold."""
+    """A distance, which is not below 0 to the left nor above it to the right, whatever absent rows
+    hold.
+    """
     return tl.where(order < 0, tl.minimum(distance, 0.0), tl.maximum(distance, 0.0))
 
 
 @triton.jit
 def between(row_high, row_low, key_high, key_low, order):
-    """How far keys lie back of rows, in the shape of order; both as `from_anchor` gives them, broadcast to it."""
+    """How far keys lie back of rows, in the shape of order; both as `from_anchor` gives them,
+    broadcast to it.
+    """
     return toward(order, (row_high - key_high) + (row_low - key_low))
 
 
 @triton.jit
 def beyond(place, anchor, SIDE: tl.constexpr):
-    """How far a place lies to one side of another, at least 0: RIGHT is what keys far on the right are of rows."""
+    """How far a place lies to one side of another, at least 0: RIGHT is what keys far on the right
+    are of rows.
+    """
     away = anchor - place if SIDE == LEFT else place - anchor
     return tl.maximum(away.to(tl.float32), 0.0)
 
 
 @triton.jit
 def placed_bias(x, xq, anchor, slope, SIDE: tl.constexpr):
-    """The bias of keys beyond an anchor and of rows before it: `key_bias`, and `lead`, of keys on one side of the rows."""
+    """`key_bias` and `lead`, of keys on one side of the rows: beyond an anchor, and before it."""
     rows = beyond(anchor, xq, SIDE)
     return slope * beyond(x, anchor, SIDE), slope * rows
 
@@ -244,7 +254,7 @@ def row_bias(offsets, slope, ROWS: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def far_score(product, scale, key_term, lead, PRECISE: tl.constexpr):
-    """Scores of keys on one side, in the shape of product; they still lack `lead`, unless PRECISE."""
+    """Scores of keys on one side of the rows; they still lack `lead`, unless PRECISE."""
     if PRECISE:
         return product * scale - (key_term + lead)
     else:
@@ -253,7 +263,7 @@ def far_score(product, scale, key_term, lead, PRECISE: tl.constexpr):
 
 @triton.jit
 def distance_to(block, position, ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr):
-    """The distance between the keys from `block` and the rows from `position`, nearest to nearest."""
+    """The distance between keys from `block` and rows from `position`, nearest to nearest."""
     if SIDE == LEFT:
         return (position - block - (KEYS - 1)).to(tl.float32)
     else:
@@ -262,19 +272,10 @@ def distance_to(block, position, ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: t
 
 @triton.jit
 def add_block(
-    score,
-    lead,
-    v,
-    acc,
-    row_max,
-    row_sum,
-    row_hashes,
-    key_hashes,
-    threshold,
-    factor,
+    score, lead, v, acc, row_max, row_sum, row_hashes, key_hashes, threshold, factor,
     DROPOUT: tl.constexpr,
-):
-    """One step of the online softmax, in bits; the scores still lack `lead` [rows], which is taken off them all."""
+):  # fmt: skip
+    """One step of the online softmax, in bits, with `lead` [rows] taken off the scores."""
     new_max = tl.maximum(row_max, tl.max(score, 1) - lead)
     # While a row has seen no key its maximum is -inf, and any finite pivot keeps its sums at 0.
     pivot = tl.where(new_max == -INF, 0.0, new_max)
@@ -299,7 +300,7 @@ def _mix(x):
 
 @triton.jit
 def row_hash(SEED, batch_head, rows):
-    """The part of the dropout hash (linbias/torch/dropout.py) that a row's keys share; without a seed it serves nothing."""
+    """The part of the dropout hash (linbias/torch/dropout.py) that a row's keys share."""
     if SEED is not None:
         head = _mix(_mix(tl.load(SEED).to(tl.uint32)) ^ batch_head.to(tl.uint32))
         return _mix(head ^ (rows.to(tl.uint32) + tl.load(SEED + 1).to(tl.uint32)))

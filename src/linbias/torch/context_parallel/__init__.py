@@ -1,14 +1,9 @@
-"""Attention over a sequence that lies in shares on several processes: a head fetches its window from the neighbours, and no more.
+"""Attention over a sequence that lies in shares on several processes: a head fetches its window
+from the neighbours, and no more.
 
-With linear biases a key weighs the less the farther away it is, so a process needs few keys of other shares: those that the
-certificate (`linbias.torch.impl.certificate`) cannot do without. A call is, on each process,
-
-    1. a gather of a few numbers of each share: how long it is, and a ball that its keys lie in
-    2. from these and from its own queries, how many keys beyond its edges each head needs; a gather of these numbers
-    3. one exchange of exactly those keys and values, over as many neighbours as a window reaches
-    4. attention of its own queries over [halo, own share, halo], by the kernels of `linbias.torch.attention`
-
-and backward one exchange of the gradients of what was fetched.
+Each process gathers the lengths of all shares and balls that their keys lie in, finds how many
+keys beyond its edges each head cannot do without (`impl.certificate`), gathers these numbers,
+exchanges exactly those keys and values, and attends over [halo, own share, halo].
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,39 +53,42 @@ def attention(
     check: bool = True,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run `linbias.torch.attention` on a sequence whose shares lie on the processes of a group, in the order of their ranks.
+    """Run `linbias.torch.attention` on a sequence whose shares lie on processes, by rank.
 
-    Each process gives its own share, of any length, also 0, and gets the results of its own queries: those of the whole
-    sequence, up to rounding and the tolerance. Differentiable in q, k, v and the slopes, whose gradients are those of the whole
-    sequence on every process. A repeated call gives the same bits. Each query stands at the key of its own number.
+    Each process gives its own share, of any length, also 0, and gets the results of its own
+    queries: those of the whole sequence, up to rounding and the tolerance. Differentiable in q, k,
+    v and the slopes, whose gradients are those of the whole sequence on every process. A repeated
+    call gives the same bits. Each query stands at the key of its own number.
 
     Args:
-        q: [B, H, n, D], the share's n tokens; B, H, dtype and all options alike on all processes.
+        q: [B, H, n, D], the share's n tokens; B, H, dtype and options alike on all processes.
         k: [B, G, n, D].
         v: [B, G, n, E].
-        slopes, causal, right_slopes, scale, implementation, return_lse: As for `linbias.torch.attention`.
-        key_range: [B, 2], likewise, alike on all processes and counted in the whole sequence.
+        slopes, causal, right_slopes, scale, implementation, return_lse: As for
+            `linbias.torch.attention`.
+        key_range: [B, 2], likewise, counted in the whole sequence.
         dropout: Likewise; its mask is that of one process with the seed of rank 0.
         tolerance: Likewise; half of it for keys that are not fetched, half for those not read.
         group: A process group, or a mesh of one dimension; None is the group of all processes.
-        halo: "negotiate": as many keys as the certificate asks for. Numbers, one for all key/value heads or one for each:
-            fetch so many from each open side, without waiting for other processes' numbers.
-        lengths: With numbers as halo, the lengths of all shares; None: all are as long as this one.
+        halo: "negotiate": as many keys as the certificate asks for. Numbers, one for all key/value
+            heads or for each: fetch so many from each open side, without asking the others.
+        lengths: With numbers as halo, those of all shares; None: all are as long as this one.
         check: With numbers as halo, look afterwards whether they were enough.
 
     Returns:
-        [B, H, n, E] in q's dtype; with return_lse also lse [B, H, n], float32 (float64 for float64 inputs).
+        [B, H, n, E] in q's dtype; with return_lse also lse [B, H, n], float32 (float64 for
+        float64 inputs).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: As `linbias.torch.attention`; q, k and v are not equally long; the halo was too
-            small, or breaks a rule.
-        RuntimeError: The processes' calls differ, named by rank; a process died or missed the timeout of the group.
+        TypeError, ValueError, NotImplementedError: As `linbias.torch.attention`; or q, k and v are
+            not equally long, or the halo was too small, or breaks a rule.
+        RuntimeError: The processes' calls differ, named by rank, or one died or was too late.
 
     Example:
         >>> import tempfile
         >>> import torch.distributed as dist
         >>> store = dist.FileStore(tempfile.mkstemp()[1], 1)
-        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # torchrun starts more
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> q, k, v = torch.randn(3, 1, 2, 100, 8)
         >>> out = attention(q, k, v)
         >>> dist.destroy_process_group()
@@ -138,24 +136,24 @@ def attention_varlen(
     group: Group = None,
     **options: Unpack[Packed],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run `linbias.torch.attention_varlen` on documents packed end to end, cut into shares anywhere, also within a document.
+    """Run `linbias.torch.attention_varlen` on packed documents, cut into shares anywhere.
 
-    Otherwise as `attention`, with halo="negotiate": only the documents at the edges of a share fetch keys.
+    Otherwise as `attention`, with halo="negotiate": only documents at the edges fetch keys.
 
     Args:
         q: [n, H, D], the share's n tokens.
         k: [n, G, D].
         v: [n, G, E].
-        cu_seqlens: [documents + 1], integers, alike on all processes: where documents begin and end in the whole
-            sequence; they start at 0, do not fall, and end at the sum of all n.
+        cu_seqlens: [documents + 1], integers from 0 to the sum of all n that do not fall, alike on
+            all processes: where documents begin and end in the whole sequence.
         slopes: [H].
-        causal, right_slopes, scale, tolerance, implementation, return_lse, group: As for `attention`.
+        All others: As for `attention`.
 
     Returns:
         [n, H, E]; with return_lse also lse [n, H].
 
     Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: As `attention`; or cu_seqlens breaks the rule.
+        TypeError, ValueError, NotImplementedError, RuntimeError: As `attention`.
 
     Example:
         >>> import tempfile
@@ -182,8 +180,8 @@ def attention_varlen(
     row = edges.ndim == 1 and len(edges)
     if not row or edges[0] != 0 or edges[-1] != total or (np.diff(edges) < 0).any():
         raise ValueError(
-            f"{_NAME}_varlen: cu_seqlens must start at 0, never fall and end at {total}, the tokens of all"
-            f" pieces, got {edges.tolist()}"
+            f"{_NAME}_varlen: cu_seqlens must start at 0, never fall and end at {total}, the"
+            f" tokens of all pieces, got {edges.tolist()}"
         )
     out, lse = share.attend_documents(share.agree(table, share.needs(table)), implementation)
     return (out, lse) if return_lse else out
@@ -197,19 +195,19 @@ def use(
     lengths: Sequence[int] | None = None,
     check: bool = True,
 ) -> Iterator[None]:
-    """Within the block `linbias.torch.attention` takes what this thread gives it for a share: whole models read shares of a sequence.
+    """Within the block `linbias.torch.attention` takes what this thread gives it for a share.
 
-    A model that attends by that function, as those of `linbias.models`, is called on each process with its share
-    (`context_parallel.shard(ids, dim=1)`) of the tokens, of the attention mask, and of labels that are already those of the
-    next tokens; without a cache. Gradients of weights and slopes are those of the own share, to be added up over the
-    processes, as DistributedDataParallel and FSDP do. Where checkpoints of activations are recomputed, the block must hold
-    backward as well.
+    A model that attends by that function, as those of `linbias.models`, is called on each process
+    with its share (`context_parallel.shard(ids, dim=1)`) of the tokens, of the attention mask, and
+    of labels that are already those of the next tokens; without a cache. Gradients of weights and
+    slopes are those of the own share, to be added up over the processes, as FSDP does. Where
+    checkpoints of activations are recomputed, the block must hold backward as well.
 
     Args:
-        group, halo, lengths, check: As for `attention`. A mask with padding needs halo="negotiate".
+        group, halo, lengths, check: As for `attention`; padding needs halo="negotiate".
 
     Raises:
-        RuntimeError: Nothing within the block called `linbias.torch.attention`: the model attends in another way.
+        RuntimeError: Nothing within the block called `linbias.torch.attention`.
 
     Example:
         >>> import tempfile
@@ -229,8 +227,9 @@ def use(
         yield
     if not shared.num_calls:
         raise RuntimeError(
-            "context_parallel.use: linbias.torch.attention must run within the block, but nothing called it: the model attends in another "
-            "way, on each process to its own piece alone (linbias.models.load gives models that call it)"
+            "context_parallel.use: linbias.torch.attention must run within the block, but nothing"
+            " called it: the model attends in another way, on each process to its own piece alone"
+            " (linbias.models.load gives models that call it)"
         )
 
 
@@ -259,7 +258,8 @@ class _InShares:
     ) -> Tensor | tuple[Tensor, Tensor]:
         if positions is not None:
             raise NotImplementedError(
-                "attention: positions are not built yet for a sequence in pieces on several processes"
+                "attention: positions are not built yet for a sequence in pieces on several"
+                " processes"
             )
         self.num_calls += 1
         if mask is not None:
@@ -268,8 +268,8 @@ class _InShares:
             )
         if q.shape[2] != k.shape[2] or (query_start is not None and query_start.any()):
             raise ValueError(
-                "context_parallel.use: queries and keys must be those of one piece, so that there is no cache (use_cache=False), got "
-                f"{q.shape[2]} queries and {k.shape[2]} keys"
+                "context_parallel.use: queries and keys must be those of one piece, so that there"
+                f" is no cache (use_cache=False), got {q.shape[2]} queries and {k.shape[2]} keys"
             )
         share = Share(q, k, v, slopes, self.group, **options)
         share.within, share.begins = True, self.begins
@@ -277,7 +277,7 @@ class _InShares:
         return (out, lse) if return_lse else out
 
     def expect(self, position_ids: Tensor | None) -> None:
-        """Take the numbers of a share's tokens, which must follow each other: all processes hear of it if they do not."""
+        """Take the numbers of a share's tokens; all processes hear of a wrong order."""
         self.begins = None
         if position_ids is not None and position_ids.numel():
             in_order = bool((position_ids.diff(dim=-1) == 1).all())
@@ -285,15 +285,7 @@ class _InShares:
 
 
 def shard(x: Tensor, dim: int, group: Group = None) -> Tensor:
-    """This process's share of a tensor that all processes have: contiguous, and as long as the others' or one longer.
-
-    Args:
-        x: Any shape.
-        dim: The axis of the sequence.
-        group: As for `attention`.
-
-    Returns:
-        A view of x.
+    """This process's share, a view, of a tensor x that all processes have; dim: of the sequence.
 
     Raises:
         ValueError: There are fewer tokens than processes.
@@ -301,6 +293,7 @@ def shard(x: Tensor, dim: int, group: Group = None) -> Tensor:
     rank, size = rank_and_size(group)
     if x.shape[dim] < size:
         raise ValueError(
-            f"context_parallel.shard: x must have a token for each of {size} processes, got {x.shape[dim]}"
+            f"context_parallel.shard: x must have a token for each of {size} processes,"
+            f" got {x.shape[dim]}"
         )
     return x.tensor_split(size, dim)[rank]

@@ -1,4 +1,4 @@
-"""Who fetches which keys of a sequence in shares, and the exchange of exactly those keys, and of their gradients back."""
+"""Who fetches which keys of a sequence in shares, their exchange, and that of their gradients."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ LEFT, RIGHT = 0, 1
 
 @dataclass(frozen=True)
 class Part:
-    """Some keys of one head: `count` of them, from `at` on in the owner's share and from `into` on in the reader's halo."""
+    """`count` keys of a head, from `at` on in the owner's share, `into` in the halo."""
 
     side: int
     head: int
@@ -27,19 +27,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who fetches what, alike on all processes.
+    """Who fetches what, alike on all processes."""
 
-    Attributes:
-        rank: Of this process.
-        lengths: [ranks], of the shares.
-        counts: [ranks][2][G], keys that each fetches from beyond its left and its right edge.
-        seed: Of dropout, rank 0's.
-    """
-
-    rank: int
-    lengths: list[int]
-    counts: list[list[list[int]]]
-    seed: int
+    rank: int  # of this process
+    lengths: list[int]  # of the shares
+    counts: list[list[list[int]]]  # [ranks][2][G]: keys beyond its left and its right edge
+    seed: int  # of dropout, rank 0's
 
     def widths(self) -> tuple[int, int]:
         """The longest halo of the own heads on each side."""
@@ -50,7 +43,7 @@ class Plan:
         """What `reader` fetches from `owner`."""
         starts = [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
         begin, end = starts[reader], starts[reader + 1]
-        found = []
+        parts = []
         for side, counts in enumerate(self.counts[reader]):
             for g, count in enumerate(counts):
                 wanted = (begin - count, begin) if side == LEFT else (end, end + count)
@@ -58,16 +51,14 @@ class Plan:
                 stop = min(wanted[1], starts[owner + 1])
                 if first < stop:
                     outer = wanted[0] if side == LEFT else end
-                    found.append(Part(side, g, first - starts[owner], stop - first, first - outer))
-        return found
+                    parts.append(Part(side, g, first - starts[owner], stop - first, first - outer))
+        return parts
 
 
 class Fetch(torch.autograd.Function):
-    """Keys and values beyond the edges: k and v to halos [B, G, width, D] and [B, G, width, E] of both sides.
+    """k and v to halos [B, G, width, D or E] of both sides, zeros where not fetched.
 
-    A left halo ends at its last row, a right one begins at its first; what a head does not fetch is zeros. Slopes pass
-    through: their gradients are added up over the processes, in one step with the exchange, so that all processes do
-    both in one order.
+    Slopes pass through: their gradients are added up over the processes, after the exchange.
     """
 
     @staticmethod
@@ -81,7 +72,10 @@ class Fetch(torch.autograd.Function):
         group: Group,
     ) -> tuple[Tensor | None, ...]:
         ctx.plan, ctx.group, ctx.shapes = plan, group, (k.shape, v.shape)
-        halos = _halos(plan, k, v)
+        halos = [
+            tuple(x.new_zeros(*x.shape[:2], width, x.shape[3]) for x in (k, v))
+            for width in plan.widths()
+        ]
         _exchange(plan, group, (k, v), halos, back=False)
         slopes = (s if s is None else s.view_as(s) for s in (left, right))
         return *halos[0], *halos[1], *slopes
@@ -101,27 +95,16 @@ class Fetch(torch.autograd.Function):
         return dk, dv, *slopes, None, None
 
 
-def _halos(plan: Plan, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Zeros, of each side, for keys and for values."""
-    return tuple(
-        (
-            k.new_zeros(*k.shape[:2], width, k.shape[3]),
-            v.new_zeros(*v.shape[:2], width, v.shape[3]),
-        )
-        for width in plan.widths()
-    )
-
-
 def _exchange(
     plan: Plan,
     group: Group,
     own: tuple[Tensor, Tensor],
-    halos: Sequence[tuple[Tensor, Tensor]],
+    halos: Sequence[tuple[Tensor, ...]],
     back: bool,
 ) -> None:
-    """Fill the halos from the owners' shares; or, back, add what the halos hold to the owners' shares, in a fixed order."""
+    """Fill the halos from the shares; or, back, add them to these, in a fixed order."""
     left_width = plan.widths()[LEFT]
-    others = [rank for rank in range(len(plan.lengths)) if rank != plan.rank]
+    ranks = range(len(plan.lengths))
 
     def in_halo(part: Part) -> list[Tensor]:
         # The left halo ends at the edge: a head that fetches fewer begins later.
@@ -132,39 +115,33 @@ def _exchange(
     def in_share(part: Part) -> list[Tensor]:
         return [x[:, part.head, part.at : part.at + part.count] for x in own]
 
-    fetched = {rank: plan.parts(plan.rank, rank) for rank in others}
-    lent = {rank: plan.parts(rank, plan.rank) for rank in others}
-    views = {
-        "halo": {rank: [x for part in fetched[rank] for x in in_halo(part)] for rank in others},
-        "share": {rank: [x for part in lent[rank] for x in in_share(part)] for rank in others},
-    }
-    sources, targets = ("halo", "share") if back else ("share", "halo")
-    ranks = range(len(plan.lengths))
-    outgoing = [x.reshape(-1) for rank in others for x in views[sources][rank]]
+    # Nothing lies beyond the own edges in the own share.
+    fetched = [plan.parts(plan.rank, rank) for rank in ranks]
+    lent = [plan.parts(rank, plan.rank) for rank in ranks]
+    halo = [[x for part in parts for x in in_halo(part)] for parts in fetched]
+    share = [[x for part in parts for x in in_share(part)] for parts in lent]
+    sources, targets = (halo, share) if back else (share, halo)
+    outgoing = [x.reshape(-1) for views in sources for x in views]
     sent = torch.cat(outgoing) if outgoing else own[0].new_empty(0)
-    sizes = {
-        name: [sum(x.numel() for x in views[name].get(rank, [])) for rank in ranks]
-        for name in views
-    }
-    received = own[0].new_empty(sum(sizes[targets]))
-    width = received.element_size()
+    width = sent.element_size()
+    to_each, from_each = (
+        [width * sum(x.numel() for x in y) for y in z] for z in (sources, targets)
+    )
+    received = own[0].new_empty(sum(from_each) // width)
     with named_failures():
         dist.all_to_all_single(
             received.view(torch.uint8),
             sent.view(torch.uint8),
-            [n * width for n in sizes[targets]],
-            [n * width for n in sizes[sources]],
+            from_each,
+            to_each,
             group=process_group(group),
         )
-    at = 0
-    for rank in others:
-        for target in views[targets][rank]:
-            new = received[at : at + target.numel()].view(target.shape)
-            at += target.numel()
-            if back:
-                target += new
-            else:
-                target.copy_(new)
+    flat = [target for views in targets for target in views]
+    for target, new in zip(flat, received.split([x.numel() for x in flat]), strict=True):
+        if back:
+            target += new.view(target.shape)
+        else:
+            target.copy_(new.view(target.shape))
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
@@ -175,15 +152,16 @@ def rank_and_size(group: Group) -> tuple[int, int]:
     """Of this process in a group."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
-            "context_parallel: group must be one of processes that have met: call torch.distributed.init_process_group first, "
-            "in processes that torchrun starts"
+            "context_parallel: group must be one of processes that have met: call"
+            " torch.distributed.init_process_group first, in processes that torchrun starts"
         )
     if isinstance(group, DeviceMesh) and group.ndim != 1:
         raise ValueError(
-            f"context_parallel: group must be a mesh of one dimension, such as mesh['cp'], got one of {group.ndim}"
+            "context_parallel: group must be a mesh of one dimension, such as mesh['cp'],"
+            f" got one of {group.ndim}"
         )
-    found = process_group(group)
-    return dist.get_rank(found), dist.get_world_size(found)
+    processes = process_group(group)
+    return dist.get_rank(processes), dist.get_world_size(processes)
 
 
 @contextmanager
@@ -192,6 +170,7 @@ def named_failures() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            "context_parallel: the processes did not meet: one of them has died or raised an error, was given arrays of another size, "
-            f"or did not come within the timeout of the group ({error})"
+            "context_parallel: the processes did not meet: one of them has died or raised an"
+            " error, was given arrays of another size, or did not come within the timeout of the"
+            f" group ({error})"
         ) from error

@@ -1,7 +1,4 @@
-"""A process's share of a sequence: what it tells the others, how many of their keys it needs, and attention over them.
-
-`linbias.torch.context_parallel` is what programs call, and tells the steps.
-"""
+"""A process's share of a sequence: what it tells others, the keys it needs, its attention."""
 
 import math
 import zlib
@@ -27,6 +24,7 @@ from linbias.torch.context_parallel.halo import (
     process_group,
     rank_and_size,
 )
+from linbias.torch.operators.operator import Inputs
 from linbias.torch.packed.varlen import attention_varlen as _attention_varlen
 
 _NAME = "context_parallel.attention"
@@ -37,17 +35,12 @@ OUT_OF_ORDER = -2  # the number of a first token, where those of a share do not 
 
 @dataclass(frozen=True)
 class Table:
-    """What the first gather tells of all shares: lengths, rank 0's seed of dropout, and balls that keys lie in.
-
-    Attributes:
-        centers: [ranks, G, D], float64.
-        radii: [ranks, G].
-    """
+    """What the first gather tells: lengths, rank 0's seed, and balls that keys lie in."""
 
     lengths: list[int]
     seed: int
-    centers: Tensor
-    radii: Tensor
+    centers: Tensor  # [ranks, G, D], float64
+    radii: Tensor  # [ranks, G]
 
     def ball(self, ranks: range) -> tuple[Tensor, Tensor]:
         """Center [G, D] and radius [G] of a ball around the keys of some shares."""
@@ -59,19 +52,12 @@ class Table:
 
 
 class Share:
-    """A process's arguments, checked, and what the processes tell each other before and after they exchange keys.
+    """A process's arguments, checked, and what the processes tell each other of their keys."""
 
-    Attributes:
-        within: Whether a model runs on shares (`use`): key_range counts within the share, and gradients of slopes
-            are those of the share.
-        begins: The number that the first token must have; None for any.
-        documents: [documents + 1], where documents begin and end in the whole sequence, none of which sees another;
-            None for one.
-    """
-
+    # Whether a model runs on shares: key_range and gradients of slopes are those of the share.
     within = False
-    begins: int | None = None
-    documents: np.ndarray[Any, Any] | None = None
+    begins: int | None = None  # the number that the first token must have; None for any
+    documents: np.ndarray[Any, Any] | None = None  # where they begin and end; None for one
 
     def __init__(
         self,
@@ -101,12 +87,13 @@ class Share:
             raise ValueError(f"{_NAME}: q and k must be equally long, got {p.T} and {p.S}")
         if key_range is not None and tuple(key_range.shape) != (p.B, 2):
             raise ValueError(
-                f"{_NAME}: key_range must have shape [B, 2] = {[p.B, 2]}, got {list(key_range.shape)}"
+                f"{_NAME}: key_range must have shape [B, 2] = {[p.B, 2]},"
+                f" got {list(key_range.shape)}"
             )
         self.key_range = None if key_range is None else key_range.to("cpu", torch.int64)
         self.slopes = inputs.left.detach(), None if inputs.right is None else inputs.right.detach()
         self.seed = inputs.seed
-        # Half of the tolerance for what is not fetched, the same for each open side; half for the kernel.
+        # Half of the tolerance for what is not fetched on the open sides; half for the kernel.
         share = p.tolerance / 2 / (1 if p.causal else 2)
         self.log_share = math.log(share) if share else -math.inf
 
@@ -114,16 +101,15 @@ class Share:
 
     @torch.no_grad()
     def meet(self) -> Table:
-        """The first gather: lengths, and for each head a ball that the keys of a share lie in. All calls must be alike."""
+        """The first gather: lengths and balls. All calls must be alike."""
         p, k = self.problem, self.k.double()
         center = k.mean((0, 2)) if p.B * p.S else k.new_zeros(p.G, p.D)
         center = center.nan_to_num(0.0, 0.0, 0.0)
         radius = k.new_zeros(p.G)
         if p.B * p.S:
-            # A key or value that is not finite lies in no ball: all fetch it, and it shows as it would in one process.
-            distances = (k - center[:, None]).norm(dim=-1) * (
-                1 + 1e-9
-            ) + 0.0 * self.v.double().sum(-1)
+            # A key or value that is not finite lies in no ball: all processes fetch it.
+            distances = (k - center[:, None]).norm(dim=-1) * (1 + 1e-9)
+            distances = distances + 0.0 * self.v.double().sum(-1)
             radius = distances.amax((0, 2)).nan_to_num(math.inf, math.inf)
         alike = {
             **{name: getattr(p, name) for name in "BHGDE"},
@@ -137,36 +123,40 @@ class Share:
         seed = 0 if self.seed is None else int(self.seed)
         own = [p.T, seed, -1 if self.begins is None else self.begins, *alike.values()]
         ranges = torch.tensor([[0, p.T]] * p.B) if self.key_range is None else self.key_range
-        told = torch.cat([k.new_tensor([float(x) for x in own]), radius, center.flatten(), ranges.flatten().to(k)])  # fmt: skip
-        # Of one size for most shapes, so that processes whose shapes differ still understand each other.
+        numbers = k.new_tensor([float(x) for x in own])
+        told = torch.cat([numbers, radius, center.flatten(), ranges.flatten().to(k)])
+        # Of one size for most shapes, so that processes whose shapes differ understand each other.
         size = max(1024, 1 << (len(told) - 1).bit_length())
         rows = self._gather(torch.nn.functional.pad(told, (0, size - len(told))))
-        numbers = rows[:, : len(own)].tolist()
+        of_ranks = rows[:, : len(own)].tolist()
         for i, name in enumerate(alike, len(own) - len(alike)):
-            for rank, row in enumerate(numbers):
-                if row[i] != numbers[0][i]:
-                    here, there = (_told(name, numbers[r][i]) for r in (0, rank))
+            for rank, row in enumerate(of_ranks):
+                if row[i] != of_ranks[0][i]:
+                    here, there = (_told(name, of_ranks[r][i]) for r in (0, rank))
                     raise ValueError(
-                        f"{_NAME}: {name} must be the same on all processes, got {here} on rank 0 and {there} on rank {rank}"
+                        f"{_NAME}: {name} must be the same on all processes, got {here} on rank 0"
+                        f" and {there} on rank {rank}"
                     )
-        lengths = [int(row[0]) for row in numbers]
+        lengths = [int(row[0]) for row in of_ranks]
         offsets = [sum(lengths[:rank]) for rank in range(self.size)]
         self.offset = offsets[self.rank]
-        for rank, row in enumerate(numbers):
-            if row[2] == OUT_OF_ORDER:
+        for rank, (_, _, begins, *_) in enumerate(of_ranks):
+            if begins == OUT_OF_ORDER:
                 raise ValueError(
-                    f"{_NAME}: position_ids of a piece must count on from token to token, but those on rank {rank} do not: pieces are "
-                    "contiguous (context_parallel.shard), not made of head and tail"
+                    f"{_NAME}: position_ids of a piece must count on from token to token, but"
+                    f" those on rank {rank} do not: pieces are contiguous"
+                    " (context_parallel.shard), not made of head and tail"
                 )
-            if row[2] not in (-1, offsets[rank]) and lengths[rank]:
+            if begins not in (-1, offsets[rank]) and lengths[rank]:
                 raise ValueError(
-                    f"{_NAME}: pieces must lie in the order of ranks, got position {row[2]:.0f} at the start of that on rank {rank}, "
-                    f"before which there are {offsets[rank]} tokens"
+                    f"{_NAME}: pieces must lie in the order of ranks, got position {begins:.0f} at"
+                    f" the start of that on rank {rank}, before which there are {offsets[rank]}"
+                    " tokens"
                 )
         radii, centers, ranges = rows[:, len(own) : len(told)].split([p.G, p.G * p.D, 2 * p.B], 1)
         if self.within:
             self._join_ranges(ranges.long().cpu().unflatten(1, (p.B, 2)), lengths, offsets)
-        return Table(lengths, int(numbers[0][1]), centers.unflatten(1, (p.G, p.D)), radii)
+        return Table(lengths, int(of_ranks[0][1]), centers.unflatten(1, (p.G, p.D)), radii)
 
     def _join_ranges(self, ranges: Tensor, lengths: list[int], offsets: list[int]) -> None:
         """Make a key range of the whole sequence of those of the shares [ranks, B, 2]."""
@@ -182,7 +172,8 @@ class Share:
         broken = (counts.sum(0) != (end - first).clamp(min=0)).nonzero().flatten().tolist()
         if broken:
             raise ValueError(
-                f"{_NAME}: attention_mask must mark one unbroken run of tokens per row, also across pieces, got a gap in row {broken[0]}"
+                f"{_NAME}: attention_mask must mark one unbroken run of tokens per row, also"
+                f" across pieces, got a gap in row {broken[0]}"
             )
         self.key_range = torch.stack([first.minimum(end), end], -1)
 
@@ -201,12 +192,8 @@ class Share:
 
     @torch.no_grad()
     def needs(self, table: Table, lse: Tensor | None = None) -> list[list[int]]:
-        """[2][G]: how many keys beyond each edge some query cannot do without.
-
-        Args:
-            lse: [B, H, n], of all queries; None: at least what the keys around them in the own share make it.
-        """
-        found = np.zeros((2, self.problem.G), np.int64)
+        """[2][G]: how many keys beyond each edge some query, with this lse, cannot do without."""
+        keys = np.zeros((2, self.problem.G), np.int64)
         for side, slopes in enumerate(self.slopes):
             others = range(self.rank) if side == LEFT else range(self.rank + 1, self.size)
             most, looking = self._within_reach(table, side), self.own_document(side)
@@ -217,11 +204,11 @@ class Share:
                 rows = slice(start, min(start + _ROWS, looking.stop))
                 inwards = start if side == LEFT else looking.stop - rows.stop
                 needed = self._needs_beyond(side, slopes, *ball, most, rows, inwards, lse)
-                found[side] = np.maximum(found[side], needed)
-        return found.tolist()
+                keys[side] = np.maximum(keys[side], needed)
+        return keys.tolist()
 
     def own_document(self, side: int) -> slice:
-        """The own rows of the document that lies at an edge: all rows, where there are no documents."""
+        """The own rows of the document at an edge: all, where there are no documents."""
         rows = slice(0, self.problem.T)
         if self.documents is None or not self.problem.T:
             return rows
@@ -229,14 +216,14 @@ class Share:
         return slice(max(begin, 0), min(end, rows.stop))
 
     def _document_at(self, side: int) -> tuple[int, int]:
-        """Begin and end, in the whole sequence, of the document that the first or last own row belongs to."""
+        """Begin and end, in the whole sequence, of the document of the first or last own row."""
         assert self.documents is not None
         row = self.offset if side == LEFT else self.offset + self.problem.T - 1
         at = int(np.searchsorted(self.documents, row, "right"))
         return int(self.documents[at - 1]), int(self.documents[at])
 
     def _within_reach(self, table: Table, side: int) -> np.ndarray[Any, Any]:
-        """[B]: keys between an edge and the far end of the key range, of the document there, or of the sequence."""
+        """[B]: keys between an edge and the far end of key range, document and sequence."""
         total = sum(table.lengths)
         if not self.problem.T:
             return np.zeros(self.problem.B, np.int64)
@@ -261,16 +248,15 @@ class Share:
         inwards: int,
         lse: Tensor | None,
     ) -> np.ndarray[Any, Any]:
-        """[G]: how many keys some rows need of those in balls around center [G, D] with radius [G] beyond an edge.
+        """[G]: how many keys in balls (center [G, D], radius [G]) beyond an edge some rows need.
 
-        The rows begin, or on the right end, `inwards` from the edge, beyond which at most `most` [B] are visible.
-        All keys from a distance d on weigh at most exp(scale q . c + |scale q| r - m d) / (1 - exp(-m)).
+        The rows lie `inwards` from the edge, beyond which `most` [B] keys are visible. All from a
+        distance d on weigh at most exp(scale q . c + |scale q| r - m d) / (1 - exp(-m)).
         """
         p, m = self.problem, slopes.double()[..., None]  # [H, 1] or [B, H, 1]
         q = self.q[:, :, rows].double()
-        aligned = p.scale * torch.einsum(
-            "bghtd,gd->bght", q.unflatten(1, (p.G, -1)), center
-        ).flatten(1, 2)
+        aligned = torch.einsum("bghtd,gd->bght", q.unflatten(1, (p.G, -1)), center)
+        aligned = p.scale * aligned.flatten(1, 2)
         norms = abs(p.scale) * q.norm(dim=-1) * (1 + 1e-9)
         reach = radius.repeat_interleave(p.H // p.G)[:, None]
         # Scores are rounded, those of the keys that are there as well.
@@ -291,18 +277,19 @@ class Share:
             return torch.where(m.isinf(), 0.0, torch.minimum(keys, limit))
 
         if lse is None:
-            # Each query's own key is a first idea of its sum. Those for which it is not enough ask their neighbours.
+            # A query's own key is a first idea of its sum; where it is not enough, keys around it.
             keys = beyond(self._own_scores(rows))
             asking = (keys > 0).any(0).any(0).nonzero().flatten()
             if len(asking):
-                some = slice(int(asking[0]), int(asking[-1]) + 1)
+                first, last = int(asking[0]), int(asking[-1]) + 1
                 lse = torch.full_like(keys, -math.inf)
-                lse[:, :, some] = self._sums_around(slice(rows.start + some.start, rows.start + some.stop))  # fmt: skip
+                around = slice(rows.start + first, rows.start + last)
+                lse[:, :, first:last] = self._sums_around(around)
                 keys = torch.minimum(keys, beyond(lse))
         else:
             keys = beyond(lse[:, :, rows])
-        most_of_head: np.ndarray[Any, Any] = keys.amax((0, 2)).unflatten(0, (p.G, -1)).amax(1).long().cpu().numpy()  # fmt: skip
-        return most_of_head
+        of_head = keys.amax((0, 2)).unflatten(0, (p.G, -1)).amax(1)
+        return of_head.long().cpu().numpy()
 
     @cached_property
     def _longest_key(self) -> Tensor:
@@ -322,19 +309,18 @@ class Share:
         return scores
 
     def _sums_around(self, rows: slice) -> Tensor:
-        """[B, H, rows]: at most lse, from the keys of the share that lie within a block of each query."""
+        """[B, H, rows]: at most lse, from the own keys within a block of each query."""
         p = self.problem
         q, k = self.q[:, :, rows], self.k[:, :, rows]
         n = q.shape[2]
         blocks, after = -(-n // _BLOCK), 0 if p.causal else _BLOCK
         more = blocks * _BLOCK - n
         pad = torch.nn.functional.pad
-        queries = (
-            pad(q, (0, 0, 0, more)).unflatten(2, (blocks, _BLOCK)).transpose(1, 2).flatten(0, 1)
-        )
+        queries = pad(q, (0, 0, 0, more)).unflatten(2, (blocks, _BLOCK))
+        queries = queries.transpose(1, 2).flatten(0, 1)
         keys = pad(k, (0, 0, _BLOCK, more + after)).unfold(2, 2 * _BLOCK + after, _BLOCK)
         keys = keys.permute(0, 2, 1, 4, 3).flatten(0, 1)
-        # The keys of block j are rows j * _BLOCK and on of the padded ones, of which n after the first _BLOCK are real.
+        # The keys of block j are rows j * _BLOCK and on of the padded ones.
         ranges = torch.tensor([[0, n]] * p.B)
         if self.key_range is not None:
             ranges = (self.key_range - self.offset - rows.start).clamp(0, n)
@@ -344,13 +330,10 @@ class Share:
         slopes = [
             s if s is None or s.dim() == 1 else s.repeat_interleave(blocks, 0) for s in self.slopes
         ]
-        _, lse = run(
-            *prepare(
-                _NAME, queries, keys, keys[..., :1], slopes[0], causal=p.causal, right_slopes=slopes[1], scale=p.scale,
-                key_range=ranges.to(q.device), query_start=torch.full((p.B * blocks,), _BLOCK, device=q.device),
-                tolerance=2.0**-10, lse=True,
-            ), "auto", True,
-        )  # fmt: skip
+        starts = torch.full((p.B * blocks,), _BLOCK, device=q.device)
+        arrays = queries, keys, keys[..., :1]
+        prepared = self._prepare(arrays, slopes, ranges, starts, tolerance=2.0**-10)
+        _, lse = run(*prepared, "auto", True)
         return lse.unflatten(0, (p.B, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :n].double()
 
     # What is computed
@@ -365,12 +348,14 @@ class Share:
         numbers = [halo] * p.G if isinstance(halo, int) else [int(n) for n in halo]
         if len(numbers) != p.G or any(n < 0 for n in numbers):
             raise ValueError(
-                f"{_NAME}: halo must be a number, or one for each of {p.G} key/value heads, at least 0, got {halo}"
+                f"{_NAME}: halo must be a number, or one for each of {p.G} key/value heads,"
+                f" at least 0, got {halo}"
             )
         lengths = [p.T] * self.size if lengths is None else [int(n) for n in lengths]
         if len(lengths) != self.size or lengths[self.rank] != p.T:
             raise ValueError(
-                f"{_NAME}: lengths must be those of the pieces on {self.size} processes, {p.T} on rank {self.rank}, got {lengths}"
+                f"{_NAME}: lengths must be those of the pieces on {self.size} processes,"
+                f" {p.T} on rank {self.rank}, got {lengths}"
             )
         self.offset = sum(lengths[: self.rank])
         before = [sum(lengths[:rank]) for rank in range(self.size)]
@@ -388,11 +373,12 @@ class Share:
         return Plan(self.rank, lengths, counts, seed)
 
     def fetch(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Keys and values [B, G, left halo + n + right halo, size], and the slopes as they were given."""
+        """Keys and values [B, G, left halo + n + right halo, size], and the slopes."""
         summed = [None if self.within else s for s in self.given_slopes]
-        found = Fetch.apply(self.k, self.v, *summed, plan, self.group)
-        k, v = (torch.cat([found[i], x, found[i + 2]], 2) for i, x in enumerate((self.k, self.v)))
-        left, right = self.given_slopes if self.within else found[4:]
+        *halos, left, right = Fetch.apply(self.k, self.v, *summed, plan, self.group)
+        k, v = (torch.cat([halos[i], x, halos[i + 2]], 2) for i, x in enumerate((self.k, self.v)))
+        if self.within:
+            left, right = self.given_slopes
         return k, v, left, right
 
     def attend(self, plan: Plan, implementation: str) -> tuple[Tensor, Tensor]:
@@ -407,11 +393,8 @@ class Share:
             first = ranges[..., 0].maximum(given[..., 0])
             ranges = torch.stack([first, ranges[..., 1].minimum(given[..., 1]).maximum(first)], -1)
             ranges = ranges.clamp(max=k.shape[2])
-        inputs, problem = prepare(
-            _NAME, self.q, k, v, slopes[LEFT], right_slopes=slopes[RIGHT], causal=p.causal, scale=p.scale,
-            key_range=ranges.to(k.device), query_start=torch.full((p.B,), width, device=k.device),
-            tolerance=p.tolerance / 2, lse=True,
-        )  # fmt: skip
+        starts = torch.full((p.B,), width, device=k.device)
+        inputs, problem = self._prepare((self.q, k, v), slopes, ranges, starts, p.tolerance / 2)
         if p.dropout:
             # The mask counts queries and keys in the whole sequence.
             seed = torch.tensor([plan.seed, self.offset, self.offset - width], device=k.device)
@@ -420,8 +403,30 @@ class Share:
         out, lse = run(inputs, problem, implementation, True)
         return out, lse
 
+    def _prepare(
+        self,
+        arrays: tuple[Tensor, Tensor, Tensor],
+        slopes: Sequence[Tensor | None],
+        ranges: Tensor,
+        starts: Tensor,
+        tolerance: float,
+    ) -> tuple[Inputs, _request.Problem]:
+        """A call among the own keys, and those that were fetched."""
+        return prepare(
+            _NAME,
+            *arrays,
+            slopes[LEFT],
+            right_slopes=slopes[RIGHT],
+            causal=self.problem.causal,
+            scale=self.problem.scale,
+            key_range=ranges.to(starts.device),
+            query_start=starts,
+            tolerance=tolerance,
+            lse=True,
+        )
+
     def attend_documents(self, plan: Plan, implementation: str) -> tuple[Tensor, Tensor]:
-        """`attend`, where queries see the keys of their own document: out [n, H, E] and lse [n, H]."""
+        """`attend` within documents: out [n, H, E] and lse [n, H]."""
         p, (left, right) = self.problem, plan.widths()
         assert self.documents is not None
         k, v, *slopes = self.fetch(plan)
@@ -439,12 +444,24 @@ class Share:
             lengths[-1] += right
             ranges[-1, :, 1] += counts[RIGHT]
         keys = torch.from_numpy(np.concatenate([[0], lengths.cumsum()]))
-        found = _attention_varlen(
-            self.q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), torch.from_numpy(edges if p.T else edges[:1]), keys,
-            slopes[LEFT], right_slopes=slopes[RIGHT], causal=p.causal, scale=p.scale, key_range=torch.from_numpy(ranges),
-            query_start=torch.from_numpy(starts), tolerance=p.tolerance / 2, implementation=implementation, return_lse=True,
-        )  # fmt: skip
-        return found[0], found[1]
+        q, k, v = (x[0].transpose(0, 1) for x in (self.q, k, v))
+        out, lse = _attention_varlen(
+            q,
+            k,
+            v,
+            torch.from_numpy(edges if p.T else edges[:1]),
+            keys,
+            slopes[LEFT],
+            right_slopes=slopes[RIGHT],
+            causal=p.causal,
+            scale=p.scale,
+            key_range=torch.from_numpy(ranges),
+            query_start=torch.from_numpy(starts),
+            tolerance=p.tolerance / 2,
+            implementation=implementation,
+            return_lse=True,
+        )
+        return out, lse
 
     def refuse_too_few(self, plan: Plan, lse: Tensor) -> None:
         """Raise on all processes if a head of one should have fetched more."""
@@ -455,7 +472,8 @@ class Share:
                 for g, (n, m) in enumerate(zip(most, had, strict=True)):
                     if n > m:
                         raise ValueError(
-                            f"{_NAME}: halo must be at least {n} for key/value head {g} on the {side} of rank {rank}, got {m}"
+                            f"{_NAME}: halo must be at least {n} for key/value head {g} on the"
+                            f" {side} of rank {rank}, got {m}"
                         )
 
 

@@ -1,15 +1,8 @@
-"""Near-to-far linear-bias attention in portable PyTorch operations: exact to rounding, at a cost of T x window.
+"""Near-to-far attention (DESIGN section 2) in portable PyTorch operations.
 
-Computes DESIGN section 1 on any device that PyTorch has. Each tile of query rows visits key blocks from the
-nearest outwards with an online softmax, left and right in turn, and leaves a side of a head when the certificate
-(docs/math.md) says that the keys not yet visited there, all together, cannot hold more than `tolerance` of any
-row's probability. Backward visits the same blocks: the exact gradient of the function that forward computed.
-
-Order: batch rows together (one by one where their key ranges or query starts differ); key/value heads one after the other, the query heads
-that read one of them folded into the rows of its matrix products; tiles; blocks near to far (`tiles.py`).
-Memory: a wide copy of one key/value head's keys and values, tiles of [B, heads x rows, BLOCK], `out` in the wide
-dtype, and in backward the gradients of k and v; with positions two numbers for each key of its query heads; no term in T x S.
-Measured: docs/LOG.md (tile sizes), records.
+Batch rows run together, unless their key ranges or query starts differ; key/value heads one after
+the other, with the query heads that read one folded into the rows of its matrix products; then
+tiles, which visit blocks near to far (`tiles.py`). No memory grows with T x S.
 """
 
 from collections.abc import Iterator
@@ -18,7 +11,6 @@ import torch
 from torch import Tensor
 
 from linbias._dispatch import Abilities
-from linbias._request import Problem
 from linbias.torch.impl.certificate import LEFT, RIGHT, Certificate
 from linbias.torch.impl.tiles import BLOCK, Group, backward_tile, forward_tile, tile_rows
 from linbias.torch.operators import operator
@@ -30,15 +22,9 @@ ABILITIES = Abilities(
     how="near to far in PyTorch operations",
     memory="linear in length",
 )
-
-
-_FARTHEST = (
-    2**52
-)  # a start that comes unchecked, as any under a compiler: `arange` counts in float64
-
-
-def why_not(problem: Problem) -> str | None:
-    return ABILITIES.lacks(problem)
+why_not = ABILITIES.lacks
+# Of a start that comes unchecked, as any under a compiler: `arange` counts in float64.
+_FARTHEST = 2**52
 
 
 def _fill(inputs: Inputs, results: Results) -> None:
@@ -49,9 +35,8 @@ def _fill(inputs: Inputs, results: Results) -> None:
         )
         for index, tile in enumerate(group.tiles):
             here = group.rows, group.heads, tile.rows
-            out[here], row_max[here], log_sum[here], counts = forward_tile(
-                group, tile, certificate
-            )
+            *results_of_tile, counts = forward_tile(group, tile, certificate)
+            out[here], row_max[here], log_sum[here] = results_of_tile
             visited[group.rows, group.heads, index] = counts
 
 
@@ -91,7 +76,7 @@ attention = operators.attention
 
 
 def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The first and one past the last key that each tile visited, [B, H, tiles] each, and the rows of a tile."""
+    """The first and one past the last key of each tile, [B, H, tiles] each, and its rows."""
     B, H, T, _ = inputs.q.shape
     step = tile_rows(H // max(1, inputs.k.shape[1]))
     first, end = torch.zeros(2, B, H, -(-T // step), dtype=torch.int64)
@@ -106,7 +91,7 @@ def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def _groups(inputs: Inputs) -> Iterator[Group]:
-    """Split a call by key/value head, and by batch row where their key ranges or query starts differ."""
+    """Split a call by key/value head, and by batch row where ranges or starts differ."""
     q, k, v, left, right = inputs[:5]
     (B, H), G = q.shape[:2], k.shape[1]
     if B == 0:
@@ -137,7 +122,7 @@ def _groups(inputs: Inputs) -> Iterator[Group]:
 
 
 def _parts(inputs: Inputs, g: int) -> Iterator[tuple[slice, slice, int]]:
-    """Batch rows of key/value head g that can run together, the keys they see, and their shift (see Group)."""
+    """Batch rows of key/value head g that run together, the keys they see, and their shift."""
     (B, _, T), S = inputs.q.shape[:3], inputs.k.shape[2]
     ranges = [[0, S]] * B if inputs.key_range is None else inputs.key_range[:, g].tolist()
     starts = [S - T] * B if inputs.query_start is None else inputs.query_start.tolist()

@@ -1,16 +1,7 @@
-"""When may a tile stop? The bound on everything that it has not visited (derived in docs/math.md).
+"""When may a tile stop? The bound of DESIGN section 2 on what it has not visited.
 
-A key at distance d on a side with slope m has, for a fixed vector c,
-
-    score <= a - m * d        a = scale * q . c + |scale| * |q| * max |k_s - c|    over the keys not yet visited
-
-so that all keys from distance d outwards together weigh at most
-
-    exp(a - m * d) * min(number of them, 1 / (1 - exp(-m)))
-
-A side is left when that is at most `tolerance` times the row's sum over the keys visited so far (half of it
-each, where two sides are open). c is the mean key; the maximum runs from the nearest unvisited key outwards.
-Where keys have positions, d is the distance of the nearest unvisited key, and `log_sums` has what all weigh seen from there.
+Its fixed vector c is the mean key. Where keys have positions, `log_sums` has what all unvisited
+keys weigh, seen from the nearest of them.
 """
 
 import math
@@ -22,14 +13,9 @@ LEFT, RIGHT = 0, 1
 
 
 class Certificate:
-    """What the bound needs of one group's keys and slopes, prepared once for all its tiles.
+    """What the bound needs of a group's keys and slopes, once for all its tiles.
 
-    A key or value that is not finite gets an endless norm: it is never left out, and shows in the output as it
-    would without a certificate.
-
-    Args:
-        k: [B, S, D]. v: [B, S, E]. left: [B or 1, n, 1, 1]. right: likewise, or None for causal.
-        x, xq: [B, 1 or n, S] and [B, 1 or n, T], float64, where keys and queries stand; None: key s at s.
+    A key or value that is not finite gets an endless norm, and so is never left out.
     """
 
     def __init__(
@@ -46,7 +32,7 @@ class Certificate:
         # Relative rounding of norms, of dot products over D terms, and of the scores in the sums.
         self.slack = (k.shape[-1] + 8) * torch.finfo(k.dtype).eps  # eps is twice the unit roundoff
         self.center = k.mean(1)
-        radius = _norm(k - self.center[:, None]) * (1 + self.slack)
+        radius = norm(k - self.center[:, None]) * (1 + self.slack)
         radius = radius + 0.0 * v.sum(-1)
         self.reach = radius.cummax(1).values, radius.flip(1).cummax(1).values.flip(1)
         share = tolerance if right is None else tolerance / 2
@@ -66,7 +52,7 @@ class Certificate:
         ]
 
     def about(self, q: Tensor, start: int, shift: int) -> "Question":
-        """Ask about rows q [B, n, rows, D], times scale: those from `start` on, at keys start + shift and on."""
+        """Ask about the rows q [B, n, rows, D], times scale, from `start` on."""
         return Question(self, q, start, shift)
 
 
@@ -79,24 +65,17 @@ class Question:
         if certificate.xq is not None:
             self.positions = certificate.xq[..., start : start + q.shape[2]]
         center = certificate.center
-        self.q_norm = _norm(q) * (1 + certificate.slack)
-        largest = _norm(center)
+        self.q_norm = norm(q) * (1 + certificate.slack)
+        largest = norm(center)
         if certificate.reach[LEFT].shape[1]:
             largest = largest + certificate.reach[LEFT][:, -1]
         aligned = torch.einsum("bhtd,bd->bht", q, center)
         self.base = aligned + certificate.slack * (self.q_norm * largest[:, None, None])
 
     def covered(self, side: int, nearest: int, heads: Tensor, lse: Tensor) -> Tensor:
-        """Say which heads may leave out every key from `nearest` outwards.
+        """[m], bool: which of the heads [m] may leave out every key from `nearest` outwards.
 
-        Args:
-            side: LEFT or RIGHT.
-            nearest: The nearest key not yet visited.
-            heads: [m], int64, heads of the group.
-            lse: [B, m, rows], log of each row's sum over the keys visited.
-
-        Returns:
-            [m], bool. A comparison with NaN is False: what cannot be bounded is visited.
+        lse: [B, m, rows], of the keys visited. What cannot be bounded, NaN, is visited.
         """
         certificate = self.certificate
         slopes = certificate.slopes[side]
@@ -120,12 +99,9 @@ class Question:
 
 
 def log_sums(x: Tensor, slope: Tensor) -> Tensor:
-    """Log of what keys 0 .. j weigh together, seen from key j: of the sum of exp(-slope * (x[j] - x[s])) over s <= j.
+    """Log of the sum of exp(-slope * (x[j] - x[s])) over s <= j; x [..., S], slope [..., 1].
 
-    After each step a key has the sum over twice as many keys up to it: those of the key that many before, further off.
-
-    Args:
-        x: [..., S], float64, never falling. slope: [..., 1]; an infinite one counts as 0.
+    Each step doubles the number of keys that are summed. An infinite slope counts as 0.
     """
     slope = slope.double().masked_fill(slope.isinf(), 0.0)
     found, reach = torch.zeros_like(slope * x), 1
@@ -136,8 +112,8 @@ def log_sums(x: Tensor, slope: Tensor) -> Tensor:
     return found
 
 
-def _norm(x: Tensor) -> Tensor:
-    """The length of [..., D], also where the squares of all entries would vanish; NaN for entries that are not finite."""
+def norm(x: Tensor) -> Tensor:
+    """The length of [..., D], also where squares vanish; NaN where one is not finite."""
     largest = x.abs().amax(-1, keepdim=True)
     unit = x / largest.masked_fill(largest == 0, 1.0)
     return torch.linalg.vector_norm(unit, dim=-1) * largest.squeeze(-1)

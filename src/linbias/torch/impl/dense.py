@@ -1,14 +1,10 @@
-"""Linear-bias attention with the whole bias in memory: the definition in PyTorch operations.
-
-Computes DESIGN section 1 for any device, any sizes and every option, differentiable any number of times.
-Memory: several arrays of [B, H, T, S]. For short sequences, for `torch.func`, and for reading.
-"""
+"""Linear-bias attention with the whole bias in memory: the definition in PyTorch operations."""
 
 import torch
 from torch import Tensor
 
 from linbias._dispatch import Abilities
-from linbias._request import SPECIAL, Problem
+from linbias._request import SPECIAL
 from linbias.torch.dropout import keep_mask
 from linbias.torch.impl.scores import bias_of, blank_outside, per_query_head
 from linbias.torch.operators.operator import Inputs
@@ -21,10 +17,7 @@ ABILITIES = Abilities(
     has=tuple(SPECIAL),
     higher_derivatives=True,
 )
-
-
-def why_not(problem: Problem) -> str | None:
-    return ABILITIES.lacks(problem)
+why_not = ABILITIES.lacks
 
 
 def attention(inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -37,7 +30,7 @@ def attention(inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | N
 
 
 def attention_weights(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return softmax(score) [B, H, T, S] before dropout, and lse [B, H, T], both wide; an empty row is zeros."""
+    """Return softmax(score) [B, H, T, S] before dropout, and lse [B, H, T], both wide."""
     wide = inputs.left.dtype
     k = blank_outside(inputs.k, inputs.key_range).to(wide)
     score = inputs.q.to(wide) @ per_query_head(k, inputs).mT * inputs.scale
@@ -45,11 +38,8 @@ def attention_weights(inputs: Inputs) -> tuple[Tensor, Tensor]:
     # Not a sum alone: NaN in a hidden key would stay NaN.
     score = (score + bias).masked_fill(bias == -torch.inf, -torch.inf)
     # A row without a key has no maximum; pivot and divisor then only have to be finite.
-    row_max = (
-        score.detach().amax(-1, keepdim=True)
-        if score.shape[-1]
-        else score.new_zeros(*score.shape[:3], 1)
-    )
+    no_keys = score.new_zeros(*score.shape[:3], 1)
+    row_max = score.detach().amax(-1, keepdim=True) if score.shape[-1] else no_keys
     unnormalised = torch.exp(score - row_max.masked_fill(row_max == -torch.inf, 0.0))
     row_sum = unnormalised.sum(-1, keepdim=True)
     empty = row_sum == 0

@@ -1,4 +1,4 @@
-"""What implementations with the whole score matrix share: the bias of a call, and its keys and values as queries see them."""
+"""What implementations with the whole score matrix share: bias, keys and values of a call."""
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def _bias_of_order(inputs: Inputs, order: Tensor) -> Tensor:
 
 
 def _bias_of_distance(inputs: Inputs, order: Tensor, distance: Tensor) -> Tensor:
-    """The bias where keys have positions: order says on which side a key is, and what is hidden."""
+    """The bias where keys have positions: order says which side a key is on."""
     bias = distance.new_zeros(())
     for slope, here, reach in (
         (inputs.left, order >= 0, distance),
@@ -59,10 +59,7 @@ def _bias_of_distance(inputs: Inputs, order: Tensor, distance: Tensor) -> Tensor
 
 
 def _distance(inputs: Inputs) -> Tensor:
-    """[B, 1 or H, T, S], wide: how far each key lies back of each query, where keys have positions.
-
-    Differences are formed in float64, because large numbers may lie close together.
-    """
+    """[B, 1 or H, T, S], wide: how far each key lies back of each query; float64 differences."""
     x, xq = inputs.positions, inputs.query_positions
     assert x is not None and xq is not None, "whoever has positions has both"
     return (xq.double()[..., None] - x.double()[..., None, :]).to(inputs.left.dtype)
@@ -80,7 +77,7 @@ def _inside(key_range: Tensor, S: int) -> Tensor:
 
 
 def blank_outside(array: Tensor, key_range: Tensor | None) -> Tensor:
-    """Zero the rows of [B, G, S, size] outside the range: they may hold NaN, and 0 * NaN is NaN."""
+    """Zero the rows of [B, G, S, size] outside the range: they may hold NaN."""
     if key_range is None:
         return array
     return array.masked_fill(~_inside(key_range, array.shape[2])[..., None], 0.0)

@@ -1,9 +1,7 @@
 """PyTorch's own `scaled_dot_product_attention` with the bias as its mask.
 
-For short sequences, devices without a kernel of ours, and masks that are no range of keys. Reads every key; the bias, a
-number for each pair of a query and a key, is in memory, and where slopes are learned so are several such arrays.
-The mask is float32 for 16-bit inputs too: in 16 bits, slope * distance would be off by more than the results are.
-A key or value that is not finite shows in every row of its head, not only in those that see it.
+The mask is float32 for 16-bit inputs too: in 16 bits slope * distance would be off by more than
+the results are. A key or value that is not finite shows in every row of its head.
 """
 
 from typing import Any
@@ -13,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from linbias._dispatch import Abilities
-from linbias._request import Problem
 from linbias.torch.impl.scores import bias_of, blank_outside, per_query_head
 from linbias.torch.operators.direct import unobserved
 from linbias.torch.operators.operator import Inputs
@@ -25,13 +22,10 @@ ABILITIES = Abilities(
     memory="length x length",
     has=("mask", "added", "positions"),
 )
-# Biases that depend on slopes and lengths alone are kept, up to so many numbers each: to build one takes as long as to use it.
+why_not = ABILITIES.lacks
+# Biases of slopes and lengths alone are kept, up to so many numbers each.
 _MAX_KEPT, _MAX_NUMBERS = 8, 1 << 22
 _kept: dict[Any, Tensor] = {}
-
-
-def why_not(problem: Problem) -> str | None:
-    return ABILITIES.lacks(problem)
 
 
 def attention(inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -65,7 +59,7 @@ def _log_sum_exp(score: Tensor) -> Tensor:
 
 
 def _bias(inputs: Inputs) -> Tensor:
-    """[B or 1, H, T, S], kept where it is a function of slopes and lengths alone, which can be read at once."""
+    """[B or 1, H, T, S], kept where it is of slopes and lengths alone, which can be read."""
     left, right = inputs.left, inputs.right
     T, S = inputs.q.shape[2], inputs.k.shape[2]
     if (

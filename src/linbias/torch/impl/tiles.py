@@ -1,7 +1,6 @@
-"""One tile of near-to-far attention, forward and backward: the steps that `blocked` repeats.
+"""One tile of near-to-far attention, forward and backward, in the wide dtype.
 
-A tile is some rows of the query heads that read one key/value head. It visits its near keys, then blocks of keys
-outwards; all of it in the wide dtype (float32 for 16-bit inputs).
+A tile is some rows of the query heads that read one key/value head.
 """
 
 from collections.abc import Iterator
@@ -33,10 +32,7 @@ class Tile:
 
     @property
     def near(self) -> tuple[int, int]:
-        """The keys visited first: those at the tile's positions, and before the last of them up to BLOCK in all.
-
-        For rows beyond all keys these are the last BLOCK keys, for rows before all keys none.
-        """
+        """The keys visited first: those at the tile's positions, and up to BLOCK in all before."""
         stop = min(max(self.stop + self.shift, 0), self.num_keys)
         start = min(max(self.start + self.shift, 0), stop)
         return max(0, min(start, stop - BLOCK)), stop
@@ -62,8 +58,7 @@ def tile_rows(group_size: int) -> int:
 class Group:
     """One key/value head of some batch rows, with the n query heads that read it.
 
-    `rows`, `heads`, `kv_head` and `keys` say where it lies in the arrays of the call; row t of q stands at
-    position t + shift, where 0 is the first of `keys`.
+    Row t of q stands at position t + shift, where 0 is the first of `keys`.
     """
 
     q: Tensor  # [B, n, T, D], input dtype
@@ -91,7 +86,7 @@ class Group:
         return [Tile(t, min(T, t + step), self.shift, self.k.shape[1]) for t in starts]
 
     def order(self, tile: Tile, keys: tuple[int, int]) -> Tensor:
-        """[rows, keys], by how many keys each lies before a row: exact in the wide dtype up to 2^24 (or 2^53)."""
+        """[rows, keys], by how many keys each lies before a row: exact up to 2^24 (or 2^53)."""
         options: dict[str, Any] = {"device": self.k.device, "dtype": self.k.dtype}
         # Both counted from the first of the keys, so that neither is a large number.
         start = tile.start + tile.shift - keys[0]
@@ -99,14 +94,14 @@ class Group:
         return position[:, None] - torch.arange(keys[1] - keys[0], **options)
 
     def distance(self, tile: Tile, keys: tuple[int, int], heads: Tensor | slice) -> Tensor:
-        """How far each key lies back of a row, in the wide dtype: [rows, keys], or [B, 1 or heads, rows, keys]."""
+        """How far each key lies back of a row: [rows, keys], or [B, 1 or heads, rows, keys]."""
         if self.x is None or self.xq is None:
             return self.order(tile, keys)
         x, xq = _of_heads(self.x, heads)[..., slice(*keys)], _of_heads(self.xq, heads)
         xq = xq[..., tile.rows]
         if keys == tile.near:  # on both sides of the rows
             return (xq[..., None] - x[..., None, :]).to(self.k.dtype)
-        # Counted from the key nearest to the rows, both are at least 0, and their sum loses no digits.
+        # Counted from the key nearest to the rows, both are at least 0: no digits are lost.
         anchor = x[..., -1:] if keys[0] < tile.near[0] else x[..., :1]
         to_rows, to_keys = (xq - anchor).to(self.k.dtype), (anchor - x).to(self.k.dtype)
         return to_rows[..., None] + to_keys[..., None, :]
@@ -128,7 +123,7 @@ class Group:
         return score
 
     def near_slope(self, order: Tensor) -> Tensor:
-        """[B or 1, n, rows, keys]: what a distance is multiplied with, less than 0 to the right; 0 for a hidden side."""
+        """[B or 1, n, rows, keys]: slopes, less than 0 to the right, 0 for a hidden side."""
         right = self.left if self.right is None else self.right
         return torch.where(order >= 0, _finite(self.left), -_finite(right))
 
@@ -169,7 +164,7 @@ class Group:
 def forward_tile(
     group: Group, tile: Tile, certificate: Certificate
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out [B, n, rows, E], row_max and log_sum [B, n, rows] and the visited blocks [n, 2] of one tile."""
+    """Return out [B, n, rows, E], row_max, log_sum, and the visited blocks [n, 2] of one tile."""
     q = group.q[:, :, tile.rows].to(group.k.dtype) * group.scale
     question = certificate.about(q, tile.start, tile.shift)
     B, n, rows, _ = q.shape
@@ -179,7 +174,7 @@ def forward_tile(
 
     def visit(score: Tensor, keys: tuple[int, int], heads: Tensor | slice) -> None:
         new_max = torch.maximum(row_max[:, heads], score.amax(-1, keepdim=True))
-        # While a row has seen no key its maximum is -inf, and any finite pivot keeps its sums at 0.
+        # While a row has seen no key its maximum is -inf, and any finite pivot will do.
         pivot = new_max.masked_fill(new_max == -torch.inf, 0.0)
         weight = score.sub_(pivot).exp_()
         shrink = (row_max[:, heads] - pivot).exp_()
@@ -221,10 +216,9 @@ def backward_tile(
     dv: Tensor,
     pulls: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add one tile's part to dk [B, S, D] and dv [B, S, E]; return dq [B, n, rows, D], dleft and dright [B, n].
+    """Add one tile's part to dk, dv and `pulls`, of keys and rows; return dq, dleft and dright.
 
-    What moves keys [B, n, S] and the tile's rows [B, n, rows] is added to `pulls`.
-    dout and delta come divided by the row sums, so that unnormalised weights serve for normalised ones.
+    dout and delta come divided by the row sums, so that unnormalised weights serve.
     """
     wide = group.k.dtype
     q = group.q[:, :, tile.rows].to(wide) * group.scale

@@ -45,38 +45,43 @@ def why_not(problem: Problem) -> str | None:
     if version is None:
         return "Triton is not installed (pip install 'linbias[triton]')"
     if version < OLDEST:
-        return f"it needs Triton {OLDEST[0]}.{OLDEST[1]} or newer, and {version[0]}.{version[1]} is installed"
+        return (
+            f"it needs Triton {OLDEST[0]}.{OLDEST[1]} or newer,"
+            f" and {version[0]}.{version[1]} is installed"
+        )
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     on_cpu = interpreted and problem.device == "cpu"
     lacking = ABILITIES.lacks(replace(problem, device="cuda") if on_cpu else problem)
     if lacking is not None:
         return lacking
+    if on_cpu and problem.dtype not in INTERPRETED:
+        return f"Triton's interpreter cannot multiply {problem.dtype}"
     if on_cpu:
-        return (
-            None
-            if problem.dtype in INTERPRETED
-            else f"Triton's interpreter cannot multiply {problem.dtype}"
-        )
+        return None
     if torch.version.hip is not None:
         return "it is written for NVIDIA GPUs, and this is one of AMD's"
     device = torch.cuda.current_device()
     capability, shared_memory, _ = _properties(device)
     if capability < OLDEST_CAPABILITY:
-        return f"it needs compute capability 8.0 or newer, and {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
-    if (
-        sizes.choose(problem.D, problem.E, 4 if problem.dtype == "float32" else 2, shared_memory)
-        is None
-    ):
-        return f"no tile of head size {max(problem.D, problem.E)} fits {shared_memory} bytes of shared memory"
+        return (
+            "it needs compute capability 8.0 or newer,"
+            f" and {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+        )
+    itemsize = 4 if problem.dtype == "float32" else 2
+    if sizes.choose(problem.D, problem.E, itemsize, shared_memory) is None:
+        return (
+            f"no tile of head size {max(problem.D, problem.E)} fits {shared_memory} bytes of"
+            " shared memory"
+        )
     return None
 
 
 def _installed() -> tuple[int, int] | None:
     try:
-        found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("triton"))
+        numbers = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("triton"))
     except importlib.metadata.PackageNotFoundError:
         return None
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
 _VERSION = _installed()
@@ -87,7 +92,7 @@ def _properties(device: int) -> tuple[tuple[int, int], int, int]:
     return _read_properties(device)
 
 
-# What torch.compiler.assume_constant_result does, without loading the compiler; it is not seen on a cached function.
+# What torch.compiler.assume_constant_result does, without loading the compiler.
 setattr(_properties, "_dynamo_marked_constant", True)  # noqa: B010
 
 
@@ -159,15 +164,9 @@ attention = operators.attention
 
 
 def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Say which keys each tile of query rows visited.
+    """The first and one past the last key of each tile, [B, H, tiles] each, and its rows.
 
-    Args:
-        inputs: Of a forward pass with `precise`: decoding does not count its blocks.
-        visited: [B, H, tiles or more, 2], what that forward pass counted.
-
-    Returns:
-        The lowest key that each tile visited and one past the highest, int64 [B, H, tiles], equal if none; and the rows
-        of a tile.
+    Of a forward pass with `precise`: decoding does not count its blocks.
     """
     (H, T), (G, S) = inputs.q.shape[1:3], inputs.k.shape[1:3]
     tile = _sizes(inputs.q, inputs.v).forward

@@ -1,9 +1,8 @@
 """What the masks of `torch.nn.MultiheadAttention` hide, said as `attention` takes it.
 
-A causal mask and padding at the ends of rows then need no mask, and cost little: their values are read to recognise
-them. Each call reads them anew, because a tensor does not tell of all its changes (memory that it shares with NumPy or
-another process, `.data`). Where values cannot be read, a compiler takes a mask as it is and padding to lie at the ends of
-rows, which the compiled program checks; a transform takes both for masks.
+Causal masks and padding at the ends of rows are recognised by their values, which each call reads,
+because a tensor does not tell of all its changes. A compiler takes masks as they are, and padding
+to lie at the ends of rows, which its program checks; a transform takes both for masks.
 """
 
 from typing import Literal, NamedTuple
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from linbias._request import has_shape
 from linbias.torch.operators import transforms
-
-INF = torch.inf
 
 
 class Sizes(NamedTuple):
@@ -42,7 +39,7 @@ def read(
     padding: Tensor | None,
     mask: Tensor | None,
 ) -> Seen:
-    """Say what the masks of a call hide together; the arguments are those of `MultiheadAttention.forward`."""
+    """What the masks of a call of `MultiheadAttention` hide together."""
     _check(sizes, attn_mask, padding, mask)
     seen = Seen(causal=is_causal)
     if attn_mask is not None and not (is_causal and sizes.T == sizes.S):
@@ -70,15 +67,16 @@ def _check(
         or mask.shape[2] not in (1, B)
     ):
         raise ValueError(
-            f"MultiheadAttention: mask must be [T, S, B] = {[T, S, B]}, T and B may be 1, got {list(mask.shape)}"
+            f"MultiheadAttention: mask must be [T, S, B] = {[T, S, B]}, T and B may be 1,"
+            f" got {list(mask.shape)}"
         )
 
 
 def _check_one(name: str, mask: Tensor, words: str, *shapes: tuple[int, ...]) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
-            f"MultiheadAttention: {name} must hold bool, True for what is hidden, or numbers that are added to the"
-            f" scores, got {mask.dtype}"
+            f"MultiheadAttention: {name} must hold bool, True for what is hidden, or numbers that"
+            f" are added to the scores, got {mask.dtype}"
         )
     if not has_shape(mask, *shapes):
         wanted = " or ".join(f"{list(shape)}" for shape in shapes)
@@ -108,31 +106,30 @@ def _read_mask(sizes: Sizes, mask: Tensor, is_causal: bool) -> Seen:
 
 
 def _read_padding(seen: Seen, padding: Tensor) -> Seen:
-    """Add padding [B, S] to what is hidden: a range of keys where it lies at the ends of rows, else a mask."""
+    """Hide padding [B, S], too: by a range of keys where it lies at ends, else a mask."""
     if torch.compiler.is_compiling():
         ranges = _ranges(padding)
         torch._assert_async(
             _lie_together(padding, ranges).all(),
-            "MultiheadAttention: key_padding_mask must leave the real keys of a row contiguous where the layer is"
-            " compiled; give an attn_mask for others",
+            "MultiheadAttention: key_padding_mask must leave the real keys of a row contiguous"
+            " where the layer is compiled; give an attn_mask for others",
         )
         return seen._replace(key_range=ranges)
-    found = _rows(padding) if _may_read(padding) else None
-    if found is None or not found.together:
-        own = padding if padding.dtype != torch.bool else ~padding
-        early = found is not None and found.ends_early
-        return seen._replace(mask=_both(seen.mask, own[:, None, None]), ends_early=early)
-    return seen._replace(key_range=found.ranges, ends_early=found.ends_early)
+    rows = _rows(padding) if _may_read(padding) else Rows(None, False, False)
+    if rows.together:
+        return seen._replace(key_range=rows.ranges, ends_early=rows.ends_early)
+    own = padding if padding.dtype != torch.bool else ~padding
+    return seen._replace(mask=_both(seen.mask, own[:, None, None]), ends_early=rows.ends_early)
 
 
 def _kind(mask: Tensor) -> Literal["nothing", "later", "other"]:
-    """What a mask [..., T, S] hides: nothing, the keys after each query (the last stands at the last key), or others."""
+    """What a mask [..., T, S] hides: nothing, the keys after each query, or others."""
     T, S = mask.shape[-2:]
     if not mask.numel():
         return "nothing"
     corner = mask[..., 0, -1]
     later = T > 1 and bool(_hidden(corner).all())
-    # Some rows at a time, whose keys are hidden from one later on, so that they need one pattern and stay in the cache.
+    # Some rows at a time, which need one pattern and stay in the cache.
     step = 64 if mask.device.type == "cpu" else T
     hidden = torch.zeros(min(step, T), S + T, dtype=torch.bool, device=mask.device)
     if later:
@@ -179,7 +176,7 @@ def _ranges(padding: Tensor) -> Tensor:
 
 
 def _lie_together(padding: Tensor, ranges: Tensor) -> Tensor:
-    """[B, S]: whether the ranges say of each key what the padding says, numbers to be added included."""
+    """[B, S]: whether the ranges say of each key what the padding says."""
     keys = torch.arange(padding.shape[1], device=padding.device)
     hidden = _hidden(padding)
     same = ~hidden == ((keys >= ranges[:, :1]) & (keys < ranges[:, 1:]))
@@ -187,7 +184,7 @@ def _lie_together(padding: Tensor, ranges: Tensor) -> Tensor:
 
 
 def _hidden(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask == -INF
+    return mask if mask.dtype == torch.bool else mask == -torch.inf
 
 
 def _both(first: Tensor | None, second: Tensor) -> Tensor:
@@ -202,7 +199,7 @@ def _both(first: Tensor | None, second: Tensor) -> Tensor:
 def _added(mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -INF)
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
 
 
 def _may_read(mask: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""`MultiheadAttention`: projections around `attention`, for self- and cross-attention in every variant."""
+"""`MultiheadAttention`: projections around `attention`, in every variant."""
 
 from typing import Any, Never
 
@@ -16,35 +16,36 @@ from linbias.variants import is_causal, variant_slopes
 
 
 class MultiheadAttention(nn.Module):
-    """Multi-head attention with linear biases, named and called like `torch.nn.MultiheadAttention`.
+    """Multi-head attention with linear biases, called like `torch.nn.MultiheadAttention`.
 
-    It takes the place of one in PyTorch's Transformer layers; `replace_attention` does so for a whole model, and `from_torch` and
-    `load_state_dict` take over the weights.
+    It takes the place of one in PyTorch's Transformer layers; `replace_attention` does so for a
+    whole model, and `from_torch` and `load_state_dict` take over the weights.
 
-    | variant       | slopes, right_slopes                                  | for                             |
-    |---------------|------------------------------------------------------|---------------------------------|
-    | `causal`      | (m, inf)                                             | language models (the paper)     |
-    | `symmetric`   | (m, m)                                               | encoders                        |
-    | `directional` | (m', inf) for the first half of the heads, (inf, m') | encoders whose heads look one   |
-    |               | for the second; m' are the slopes of H/2 heads       | way only                        |
-    | `asymmetric`  | (m, m) to begin with, apart and learned              | encoders                        |
-    | `none`        | (0, 0)                                               | cross-attention                 |
-    | `none_causal` | (0, inf)                                             | comparison                      |
+    | variant       | slopes, right_slopes                  | for                         |
+    |---------------|---------------------------------------|-----------------------------|
+    | `causal`      | (m, inf)                              | language models (the paper) |
+    | `symmetric`   | (m, m)                                | encoders                    |
+    | `directional` | (m', inf) for one half of the heads,  | encoders whose heads look   |
+    |               | (inf, m') for the other, m' of H/2    | one way only                |
+    | `asymmetric`  | (m, m), then each learned by itself   | encoders                    |
+    | `none`        | (0, 0)                                | cross-attention             |
+    | `none_causal` | (0, inf)                              | comparison                  |
 
-    m is `linbias.slopes(H, schedule, max_bias)`. Masks of a call hide further keys: with a causal one, `symmetric` is
-    `causal`, and the right slopes of `asymmetric` are not trained.
+    m is `linbias.slopes(H, schedule, max_bias)`. Masks of a call hide further keys: with a causal
+    one, `symmetric` is `causal`, and the right slopes of `asymmetric` are not trained.
 
-    The state dict holds `q_proj`, `k_proj`, `v_proj`, `out_proj` (each a weight [out, in] and a bias), and for
-    learned slopes `log_left` and, unless causal, `log_right`, each [H], with slope = exp(log_slope), or with
-    learned="sigmoid" `logit_left` and `logit_right`, with slope = sigmoid(logit). A hidden side stays hidden. Fixed slopes
-    are not saved.
+    The state dict holds `q_proj`, `k_proj`, `v_proj`, `out_proj` (each a weight [out, in] and a
+    bias), and for learned slopes `log_left` and, unless causal, `log_right`, each [H], with slope
+    = exp(log_slope), or with learned="sigmoid" `logit_left` and `logit_right`, with slope =
+    sigmoid(logit). A hidden side stays hidden. Fixed slopes are not saved.
 
-    Tokens may stand at `positions` on a line, such as time stamps, or at `points` of a plane or space, such as tiles of a slide and
-    patches of an image, which a call says. Points know no left and right: the variant must be `symmetric`, or `none`, and the
-    slopes are those to the left (of learned ones, those to the right are not trained).
+    A call may say where tokens stand: at `positions` on a line, such as time stamps, or at
+    `points` of a plane or space, such as patches of an image. Points know no left and right: the
+    variant must be `symmetric` or `none`, and the slopes are those to the left.
 
-    Processes may share the heads (PyTorch's tensor parallelism): `ColwiseParallel` on q_proj, k_proj and v_proj, and
-    `RowwiseParallel` on out_proj. Gradients of learned slopes are then those of a process's own heads alone.
+    Processes may share the heads (PyTorch's tensor parallelism): `ColwiseParallel` on q_proj,
+    k_proj and v_proj, and `RowwiseParallel` on out_proj. Gradients of learned slopes are then of a
+    process's own heads alone.
 
     Args:
         embed_dim: Width of query and output.
@@ -57,15 +58,15 @@ class MultiheadAttention(nn.Module):
         head_dim: Size D of a head; None means embed_dim // num_heads.
         variant: See above; None means `none` with cross_attention and `causal` without.
         cross_attention: key and value come from another sequence.
-        learned: Train the slopes: True or "sigmoid"; None means True for `asymmetric` and False for the others.
+        learned: Train the slopes: True or "sigmoid"; None means True for `asymmetric` only.
         schedule, max_bias: As for `linbias.slopes`.
-        metric, global_tokens: As for `linbias.torch.attention_points`: of calls with points, which are all calls of a layer with
-            global tokens. A class token in front of the patches is one.
+        metric, global_tokens: As for `linbias.torch.attention_points`, of calls with points. A
+            layer with global tokens, such as a class token, has no others.
         implementation: As for `linbias.torch.attention`.
         device, dtype: Of the parameters; those of learned slopes are at least float32.
 
     Raises:
-        TypeError: There is no such argument; of those of PyTorch's layer, add_bias_kv and add_zero_attn are not built.
+        TypeError: There is no such argument (add_bias_kv and add_zero_attn are not built).
         ValueError: Sizes do not divide, or the variant is unknown or cannot be learned.
 
     Example:
@@ -75,11 +76,11 @@ class MultiheadAttention(nn.Module):
         >>> out.shape, weights.shape
         (torch.Size([2, 5, 12]), torch.Size([2, 3, 5, 5]))
 
-    Source: Press, Smith and Lewis, ICLR 2022; other variants: the discussion "Modifying ALiBi for Encoder-Attention or
-    Cross-Attention" in the paper's repository.
+    Source: Press, Smith and Lewis, ICLR 2022; other variants: the discussion "Modifying ALiBi for
+    Encoder-Attention or Cross-Attention" in the paper's repository.
     """
 
-    # What PyTorch's encoders ask for; with another answer they warn, or fail, instead of leaving attention to this layer.
+    # What PyTorch's encoders ask for, before they leave attention to this layer.
     in_proj_weight = in_proj_bias = NoMatrix()
     _qkv_same_embed_dim = True
 
@@ -129,12 +130,12 @@ class MultiheadAttention(nn.Module):
         self.implementation = implementation
         if self.learned not in (False, True, "sigmoid"):
             raise ValueError(
-                f"MultiheadAttention: learned must be False, True or 'sigmoid', got {self.learned!r}"
+                "MultiheadAttention: learned must be False, True or 'sigmoid',"
+                f" got {self.learned!r}"
             )
         if self.learned and variant.startswith("none"):
             raise ValueError(f"MultiheadAttention: variant {variant!r} has no slopes to learn")
 
-        # Four projections; fewer key/value heads than query heads make those of keys and values narrower.
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         inner, inner_kv = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, inner, **options)
@@ -172,16 +173,12 @@ class MultiheadAttention(nn.Module):
     def from_torch(
         cls, theirs: nn.MultiheadAttention, variant: str | None = None, **options: Any
     ) -> "MultiheadAttention":
-        """Make a layer with the sizes, settings and weights of one of PyTorch's, copied.
+        """Make a layer with the sizes, settings and weights of one of PyTorch's, on its device.
 
         Args:
             theirs: Without add_bias_kv and add_zero_attn.
-            variant: As above; None means `none` with cross_attention and `symmetric` without: the masks of the calls
-                say what is seen.
+            variant: As above; None means `none` with cross_attention and `symmetric` without.
             options: cross_attention, learned, schedule, max_bias or implementation, as above.
-
-        Returns:
-            A layer on the same device, in the same dtype and mode.
 
         Raises:
             ValueError: theirs has a key or value beside those of the sequence.
@@ -212,9 +209,7 @@ class MultiheadAttention(nn.Module):
             **options,
         )
         layer.load_state_dict(theirs.state_dict())
-        inner = (
-            theirs.in_proj_weight if theirs.in_proj_weight is not None else theirs.q_proj_weight
-        )
+        inner = theirs.q_proj_weight if theirs.in_proj_weight is None else theirs.in_proj_weight
         for part in (layer.q_proj, layer.k_proj, layer.v_proj):
             part.requires_grad_(inner.requires_grad)
         layer.out_proj.requires_grad_(weight.requires_grad)
@@ -237,40 +232,42 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from query to key.
 
-        A causal attn_mask, and padding at the ends of rows, need no mask of scores in memory; other masks do, and run by `sdpa`
-        (with dropout by `dense`). Under `torch.compile` say is_causal, since no attn_mask is recognised, and a
-        key_padding_mask must lie at the ends of rows.
+        A causal attn_mask, and padding at the ends of rows, need no mask of scores in memory;
+        other masks do, and run by `sdpa` (with dropout by `dense`). Under `torch.compile` say
+        is_causal, since no attn_mask is recognised, and padding must lie at the ends of rows.
 
         Args:
-            query: [T, B, embed_dim], or [B, T, embed_dim] with batch_first, or [T, embed_dim] without a batch. Query,
-                key and value may be nested tensors [B, lengths, width] with batch_first, without masks and weights.
+            query: [T, B, embed_dim], or [B, T, embed_dim] with batch_first, or [T, embed_dim].
+                Query, key and value may be nested tensors [B, lengths, width] with batch_first,
+                without masks and weights.
             key: [S, B, kdim] (likewise); None means query.
             value: [S, B, vdim] (likewise); None means key.
-            key_padding_mask: [B, S] (or [S]), bool, True for padding, or floating point, added to the scores. Where
-                T != S, the last key of a row must not be padding, except for the variant `none`.
-            need_weights: Also return the weights [B, T, S] ([B, H, T, S] without averaging), before dropout.
-            attn_mask: [T, S] or [B * H, T, S], bool, True hides, or floating point, added to the scores.
+            key_padding_mask: [B, S] (or [S]), bool, True for padding, or floating point, added to
+                the scores. Where T != S, the last key of a row must be real, but for `none`.
+            need_weights: Also return the weights [B, T, S], or [B, H, T, S], before dropout.
+            attn_mask: [T, S] or [B * H, T, S], bool, True hides, or floating point, added.
             average_attn_weights: Average the weights over the heads.
             is_causal: Hide the keys after the query; attn_mask is not read unless T != S.
-            mask: [T, S, B], where T and B may be 1: not 0 for what a query may see, as labml has it. In the place of
-                attn_mask.
-            positions: [S], [B, S] or [B, H, S] (without a batch [S] or [H, S]), where the keys stand, as for `linbias.torch.attention`; the queries
-                stand at the last T of them.
-            points: [B, N, A] or [N, A], where the tokens stand, as for `linbias.torch.attention_points`; those of the global
-                tokens, which are not read, may be left out. Without masks, weights and, in training, dropout.
+            mask: [T, S, B], where T and B may be 1, in the place of attn_mask: not 0 for what a
+                query may see, as labml has it.
+            positions: [S], [B, S] or [B, H, S] (without a batch [S] or [H, S]), where the keys
+                stand, as for `linbias.torch.attention`; queries stand at the last T of them.
+            points: [B, N, A] or [N, A], where the tokens stand, as for
+                `linbias.torch.attention_points`; those of global tokens may be left out. Without
+                masks, weights and, in training, dropout.
 
         Returns:
-            The output in the shape of query, and the weights or None. A query that sees no key gathers zeros.
+            The output in the shape of query, and the weights or None. A query that sees no key
+            gathers zeros.
 
         Raises:
             TypeError: A mask has another dtype.
-            ValueError: A shape breaks a rule above, it is not known where the queries of a padded row stand, or points come with
-                what they do not go with.
+            ValueError: A shape, or what comes together, breaks a rule above.
 
         Example:
-            >>> layer = MultiheadAttention(8, 2, cross_attention=True, kdim=6, vdim=6, batch_first=True)
-            >>> layer(torch.ones(1, 3, 8), torch.ones(1, 5, 6))[0].shape
-            torch.Size([1, 3, 8])
+            >>> layer = MultiheadAttention(8, 2, cross_attention=True, kdim=6, vdim=6)
+            >>> layer(torch.ones(3, 1, 8), torch.ones(5, 1, 6))[0].shape
+            torch.Size([3, 1, 8])
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -280,8 +277,8 @@ class MultiheadAttention(nn.Module):
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
             raise ValueError(
-                "MultiheadAttention: query, key and value must all have 3 axes, or 2 without a batch,"
-                f" got {list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
+                "MultiheadAttention: query, key and value must all have 3 axes, or 2 without a"
+                f" batch, got {list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
             )
         if not batched:
             query, key, value = (x[None] for x in (query, key, value))
@@ -347,7 +344,8 @@ class MultiheadAttention(nn.Module):
         for x, (name, width) in zip(sequences, named, strict=True):
             if x.shape[-1] != getattr(self, width):
                 raise ValueError(
-                    f"MultiheadAttention: the last axis of {name} must be {width} = {getattr(self, width)}, got {x.shape[-1]}"
+                    f"MultiheadAttention: the last axis of {name} must be {width} ="
+                    f" {getattr(self, width)}, got {x.shape[-1]}"
                 )
         projections = (self.q_proj, self.k_proj, self.v_proj)
         projected = [projection(x) for projection, x in zip(projections, sequences, strict=True)]
@@ -357,7 +355,7 @@ class MultiheadAttention(nn.Module):
         return tuple(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> slice | None:
-        """Which heads q, k and v hold: None for all, else those of this process (tensor parallelism)."""
+        """Which heads q, k and v hold: None for all, else those of this process."""
         if q.shape[1] == self.num_heads and k.shape[1] == v.shape[1] == self.num_kv_heads:
             return None
         weight: Any = self.q_proj.weight
@@ -376,8 +374,9 @@ class MultiheadAttention(nn.Module):
 
     def _wrong_share(self) -> ValueError:
         return ValueError(
-            "MultiheadAttention: q_proj, k_proj and v_proj must give all heads, or be split alike (ColwiseParallel) over "
-            f"processes whose number divides num_heads {self.num_heads} and num_kv_heads {self.num_kv_heads}"
+            "MultiheadAttention: q_proj, k_proj and v_proj must give all heads, or be split alike"
+            " (ColwiseParallel) over processes whose number divides num_heads"
+            f" {self.num_heads} and num_kv_heads {self.num_kv_heads}"
         )
 
     def _options(self, causal: bool, heads: slice | None) -> dict[str, Any]:
@@ -387,11 +386,9 @@ class MultiheadAttention(nn.Module):
         left, right = (x if x is None or heads is None else x[heads] for x in sides)
         return {"slopes": left, "causal": causal, "right_slopes": right}
 
-    def _running(self) -> dict[str, Any]:
-        return {
-            "dropout": self.dropout if self.training else 0.0,
-            "implementation": self.implementation,
-        }
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return attention(q, k, v, **options, dropout=dropout, implementation=self.implementation)
 
     def _attend(
         self,
@@ -419,13 +416,14 @@ class MultiheadAttention(nn.Module):
         if seen.key_range is not None:  # by itself it would move the queries to its end
             start = seen.key_range.new_full((B,), S - T)
             options |= {"key_range": seen.key_range, "query_start": start}
-        options["mask"] = seen.mask
-        if heads is not None and seen.mask is not None and seen.mask.shape[1] != 1:
-            options["mask"] = seen.mask[:, heads]
-        options["positions"] = positions
-        if heads is not None and positions is not None and positions.dim() == 3:
-            options["positions"] = positions[:, heads]
-        out = attention(q, k, v, **options, **self._running())
+        mask = seen.mask
+        if heads is not None:
+            if mask is not None and mask.shape[1] != 1:
+                mask = mask[:, heads]
+            if positions is not None and positions.dim() == 3:
+                positions = positions[:, heads]
+        options |= {"mask": mask, "positions": positions}
+        out = self._run(q, k, v, **options)
         weights = attention_weights(q, k, **options) if need_weights else None
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
@@ -440,11 +438,13 @@ class MultiheadAttention(nn.Module):
         """Attend among tokens [B, N, width] that stand at points."""
         if points is None:
             raise ValueError(
-                f"MultiheadAttention: points must say where the tokens after the {self.global_tokens} global ones stand"
+                "MultiheadAttention: points must say where the tokens after the"
+                f" {self.global_tokens} global ones stand"
             )
         if self.variant not in ("symmetric", "none"):
             raise ValueError(
-                f"MultiheadAttention: points know no left and right: variant must be symmetric or none, got {self.variant!r}"
+                "MultiheadAttention: points know no left and right: variant must be symmetric or"
+                f" none, got {self.variant!r}"
             )
         for name, other in others.items():
             if other is not None:
@@ -474,21 +474,22 @@ class MultiheadAttention(nn.Module):
         """Attend within each sequence of nested tensors [B, lengths, width]."""
         if not self.batch_first or any(x is not None for x in given):
             raise ValueError(
-                "MultiheadAttention: nested tensors need batch_first=True, and neither masks nor weights, positions or points"
+                "MultiheadAttention: nested tensors need batch_first=True, and neither masks nor"
+                " weights, positions or points"
             )
         strided = query.layout == torch.strided
         if strided:
             query, key, value = nested.as_jagged(query, key, value)
         q, k, v = self._project(query, key, value)
         options = self._options(causal, self._heads(q, k, v))
-        out = attention(q, k, v, **options, **self._running())
+        out = self._run(q, k, v, **options)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return torch.nested.as_nested_tensor(list(out.unbind())) if strided else out
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Take weights of `torch.nn.MultiheadAttention`, too; they say nothing of slopes, which then stay as they are."""
+        """Take weights of `torch.nn.MultiheadAttention`, too, which leave slopes as they are."""
         if take_weights(state_dict, prefix):
             for name, slope in self.named_parameters(recurse=False):
                 state_dict.setdefault(prefix + name, slope.detach())
@@ -500,32 +501,23 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _check_settings(
-    embed_dim: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int | None,
-    dropout: float,
+    embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None, dropout: float
 ) -> None:
-    for name, value in (
-        ("embed_dim", embed_dim),
-        ("num_heads", num_heads),
-        ("num_kv_heads", num_kv_heads),
-        ("head_dim", 1 if head_dim is None else head_dim),
-    ):
+    sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    for name, value in (sizes | {"head_dim": 1 if head_dim is None else head_dim}).items():
         if value < 1:
             raise ValueError(f"MultiheadAttention: {name} must be at least 1, got {value}")
     if head_dim is None and embed_dim % num_heads:
-        swapped = num_heads > embed_dim and num_heads % embed_dim == 0
-        advice = (
-            f"embed_dim comes first: MultiheadAttention({num_heads}, {embed_dim})"
-            if swapped
-            else "give head_dim"
-        )
+        advice = "give head_dim"
+        if num_heads > embed_dim and num_heads % embed_dim == 0:
+            advice = f"embed_dim comes first: MultiheadAttention({num_heads}, {embed_dim})"
         raise ValueError(
-            f"MultiheadAttention: embed_dim {embed_dim} is no multiple of num_heads {num_heads}; {advice}"
+            f"MultiheadAttention: embed_dim {embed_dim} is no multiple of num_heads {num_heads};"
+            f" {advice}"
         )
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"MultiheadAttention: num_heads {num_heads} is no multiple of num_kv_heads {num_kv_heads}"
+            f"MultiheadAttention: num_heads {num_heads} is no multiple of num_kv_heads"
+            f" {num_kv_heads}"
         )
     _request.check_dropout("MultiheadAttention", dropout)

@@ -16,37 +16,39 @@ def replace_attention(
     cross_variant: str = "none",
     **options: Any,
 ) -> list[str]:
-    """Put a `MultiheadAttention` of this package, with the same weights, in the place of each of PyTorch's, in place.
+    """Put our `MultiheadAttention`, with the same weights, in the place of each of PyTorch's.
 
-    The masks of a call say which keys are seen, and the variant how scores fall: with a causal mask, `symmetric` is `causal`.
-    Make the optimizer afterwards: the parameters are new. Weights saved from the model before still load.
+    The masks of a call say which keys are seen, and the variant how scores fall: with a causal
+    mask, `symmetric` is `causal`. Make the optimizer afterwards: the parameters are new. Weights
+    saved from the model before still load.
 
     Args:
-        model: Holds `torch.nn.MultiheadAttention` somewhere, as `torch.nn.Transformer` and its layers do.
-        variant: Of self-attention, a name in the table of `MultiheadAttention`; by default that of its `from_torch`.
-        cross: The last part of the names of layers that attend to another sequence, as those do whose keys and
-            queries differ in width.
+        model: Holds `torch.nn.MultiheadAttention` somewhere, as `torch.nn.Transformer` does.
+        variant: Of self-attention, as for `MultiheadAttention`.
+        cross: The last part of the names of layers that attend to another sequence, as those do
+            whose keys and queries differ in width.
         cross_variant: Of those.
-        options: learned (self-attention only), schedule, max_bias or implementation, as for `MultiheadAttention`.
+        options: learned (self-attention only), schedule, max_bias or implementation, likewise.
 
     Returns:
         The names of the layers replaced.
 
     Raises:
         TypeError: model is such a layer itself, whose place nothing holds.
-        ValueError: There is nothing to replace; a variant is unknown, or a layer has a key or value beside those of its sequence.
+        ValueError: There is nothing to replace, or `from_torch` refuses a variant or layer.
 
     Example:
-        >>> model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+        >>> model = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 2, 32), 1)
         >>> replace_attention(model)
-        ['encoder.layers.0.self_attn', 'decoder.layers.0.self_attn', 'decoder.layers.0.multihead_attn']
-        >>> model.decoder.layers[0].multihead_attn.variant
+        ['layers.0.self_attn', 'layers.0.multihead_attn']
+        >>> model.layers[0].multihead_attn.variant
         'none'
     """
     if isinstance(model, nn.MultiheadAttention):
         raise TypeError(
-            "replace_attention: model must hold layers of attention, got a torch.nn.MultiheadAttention itself "
-            "(MultiheadAttention.from_torch(layer) makes ours of it)"
+            "replace_attention: model must hold layers of attention, got a"
+            " torch.nn.MultiheadAttention itself (MultiheadAttention.from_torch(layer) makes ours"
+            " of it)"
         )
     learned = options.pop("learned", None)
     made: dict[nn.Module, MultiheadAttention] = {}
@@ -63,9 +65,10 @@ def replace_attention(
         places.append((name, made[module]))
     if not places:
         ours = any(isinstance(module, MultiheadAttention) for module in model.modules())
-        found = "with layers of linbias already" if ours else "without one"
+        kind = "with layers of linbias already" if ours else "without one"
         raise ValueError(
-            f"replace_attention: model must hold a torch.nn.MultiheadAttention, got {type(model).__name__} {found}"
+            "replace_attention: model must hold a torch.nn.MultiheadAttention,"
+            f" got {type(model).__name__} {kind}"
         )
     for name, layer in places:
         model.set_submodule(name, layer)

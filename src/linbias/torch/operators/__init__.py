@@ -1,1 +1,3 @@
-"""What implementations share: custom operators, autograd, transforms, and when a call may do without them."""
+"""What implementations share: custom operators, autograd, transforms, and when a call may do
+without them.
+"""

@@ -1,7 +1,4 @@
-"""What PyTorch's FLOP counter counts for the operators: every pair of a query and a key, as it does for its own attention.
-
-The keys that are left out are not known from shapes; `linbias.torch.visited` tells how many are read.
-"""
+"""What PyTorch's FLOP counter counts for the operators: every pair of a query and a key."""
 
 import sys
 from typing import Any
@@ -12,10 +9,9 @@ _registered: set[Any] = set()
 
 
 def tell_counter(forward: Any, backward: Any, num_saved: int) -> None:
-    """Register two operators with `torch.utils.flop_counter` where a program has loaded it, which takes a while.
+    """Register two operators with `torch.utils.flop_counter`, where a program has loaded it.
 
-    A counter copies the list of formulas when it is made: one that counts already gets these, too. The arguments of
-    backward are dout, dlse, num_saved results of forward, and those of forward.
+    A counter copies the formulas when it is made: one that counts already gets these, too.
     """
     counter: Any = sys.modules.get("torch.utils.flop_counter")
     if counter is None or forward in _registered:

@@ -1,8 +1,7 @@
 """What `torch.func` and forward mode ask of a custom operator beyond its derivative.
 
-PyTorch gives a custom operator a derivative that `torch.func.grad` refuses, and whose forward-mode tangents are
-silently none. An `autograd.Function` around it says what each transform does, so `Operators` in `operator.py` calls
-that one wherever a transform is active.
+PyTorch gives a custom operator a derivative that `torch.func.grad` refuses, and whose forward-mode
+tangents are silently none: where a transform is active, an `autograd.Function` around it runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +19,12 @@ def active() -> bool:
 
 
 def forward_mode() -> bool:
-    """Whether tensors may carry tangents; a tensor inside further transforms cannot be asked whether it does."""
+    """Whether tensors may carry tangents; inside further transforms a tensor cannot be asked."""
     return forward_ad._current_level >= 0
 
 
 def known_values(x: Tensor) -> np.ndarray[Any, Any] | None:
-    """The values of a tensor on the CPU, whatever transforms wrap it; None under `vmap`, which gives it an axis more.
+    """The values of a tensor on the CPU, whatever transforms wrap it; None under `vmap`.
 
     Example:
         >>> torch.func.grad(lambda x: x.sum() * known_values(x).item())(torch.tensor([3.0]))
@@ -45,14 +44,7 @@ def function(
     differentiate: Callable[..., Any],
     forward_mode: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Make a function of an operator that PyTorch can transform.
-
-    Args:
-        operator: Of positional arguments, to a tuple of tensors.
-        names: Of its arguments, as `vmap_rule` reads them.
-        save, differentiate: As `register_autograd` takes them.
-        forward_mode: Of a context and tangents, to tangents.
-    """
+    """Make a function that PyTorch can transform of an operator with these arguments."""
 
     class Transformable(torch.autograd.Function):
         @staticmethod
@@ -79,9 +71,9 @@ def function(
 
 
 def vmap_rule(operator: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-    """Make the rule by which `torch.func.vmap` runs an operator whose tensors begin with the batch axis B.
+    """The rule of `torch.func.vmap` for an operator: the mapped axis becomes part of B.
 
-    The mapped axis becomes part of B. With dropout, whose mask counts B, the operator runs once per element.
+    With dropout, whose mask counts B, the operator runs once per element.
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:

@@ -18,7 +18,7 @@ def is_nested(*arrays: Any) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *arguments: Any, return_lse: bool, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run `attention` on nested tensors [B, H, lengths, D], each sequence with the keys of its own."""
+    """Run `attention` on nested tensors [B, H, lengths, D], each sequence by itself."""
     packed = [_packed(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     (rows, starts), (keys, key_starts), (values, value_starts) = packed
     if key_starts is not value_starts and not torch.equal(key_starts, value_starts):
@@ -46,12 +46,21 @@ def as_jagged(*arrays: Tensor) -> tuple[Tensor, ...]:
 
 def _packed(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of all sequences end to end [total, heads, size], and where each begins."""
-    way = "torch.nested.nested_tensor([...], layout=torch.jagged).transpose(1, 2), or attention_varlen"
+    way = (
+        "torch.nested.nested_tensor([...], layout=torch.jagged).transpose(1, 2),"
+        " or attention_varlen"
+    )
     if not is_nested(x):
         raise TypeError(
             f"attention: q, k and v must all be nested tensors, {name} is not: use {way}"
         )
-    if x.layout != torch.jagged or x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:  # type: ignore[attr-defined]
+    ours: Any = x  # as a jagged tensor
+    if (
+        x.layout != torch.jagged
+        or x.dim() != 4
+        or ours._ragged_idx != 2
+        or ours.lengths() is not None
+    ):
         raise TypeError(
             f"attention: {name} must be a contiguous jagged tensor [B, H, lengths, D]: use {way}"
         )

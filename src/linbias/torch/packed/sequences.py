@@ -1,7 +1,7 @@
-"""`attention_varlen` as an operator: what `torch.compile` and `torch.export` are given of it.
+"""`attention_varlen` as one operator for `torch.compile` and `torch.export`.
 
-Which packed sequences share a batch depends on their offsets, values that a compiler does not know. So it gets one
-opaque step, which runs the function itself. Backward runs forward once more, as activation checkpointing does.
+Which sequences share a batch depends on the values of their offsets, which a compiler does not
+know. Backward runs forward once more.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from linbias.torch.operators.operator import parameters, returns
 
 
 class Packed(NamedTuple):
-    """What a call of `attention_varlen` asks for: arrays, then numbers. The operators' schemas are made from it."""
+    """What a call of `attention_varlen` asks for: arrays, then numbers, as in the schemas."""
 
     q: Tensor  # [total_q, H, D]
     k: Tensor  # [total_k, G, D]
@@ -53,11 +53,7 @@ _NUM_LEAVES, _NUM_ARRAYS = len(Gradients._fields), Packed._fields.index("causal"
 
 
 def define(run: Run) -> Callable[..., Any]:
-    """Make the operators linbias::varlen_forward and linbias::varlen_backward of a function.
-
-    Returns:
-        The forward operator, differentiable, of the fields of `Packed`.
-    """
+    """Make the operators linbias::varlen_forward, which it gives, and linbias::varlen_backward."""
 
     def seeded(call: Packed) -> Results:
         if call.seed is None:
@@ -104,8 +100,7 @@ def define(run: Run) -> Callable[..., Any]:
     def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Results:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         return Results(
-            out=q.new_empty((*q.shape[:2], v.shape[2])),
-            lse=q.new_empty(q.shape[:2], dtype=wide),
+            out=q.new_empty((*q.shape[:2], v.shape[2])), lse=q.new_empty(q.shape[:2], dtype=wide)
         )
 
     def fake_backward(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:

@@ -12,8 +12,8 @@ from linbias.torch.dropout import draw_seed
 from linbias.torch.packed import sequences as packed
 from linbias.torch.share import refuse_share
 
-# Lengths up to the same multiple of it share a batch. The padding costs half of it per sequence on average; a batch
-# of its own costs a call, as much as a sequence of about 100 tokens.
+# Lengths up to the same multiple of it share a batch: padding costs half of it on average, and a
+# batch of its own as much as a sequence of about 100 tokens.
 _GRAIN = 64
 
 
@@ -44,24 +44,24 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run `attention` on B sequences packed end to end; none sees another.
 
-    Sequence b owns the rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] of q and out, and likewise of k and v;
-    within it everything is as for `attention`. A sequence may be empty. Under `torch.compile` and `torch.export` all of it
-    is one operator, whose backward pass runs forward once more.
+    Sequence b owns the rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] of q and out, and likewise of k
+    and v; within it everything is as for `attention`. It may be empty. Under `torch.compile` and
+    `torch.export` all of it is one operator, whose backward pass runs forward once more.
 
     Args:
         q: [total_q, H, D].
         k: [total_k, G, D].
         v: [total_k, G, E].
-        cu_seqlens_q: [B + 1], integers that start at 0, do not fall, and end at total_q.
+        cu_seqlens_q: [B + 1], integers from 0 to total_q that do not fall.
         cu_seqlens_k: [B + 1], likewise for k and v.
         key_range, query_start: As for `attention`, counted from the first key of each sequence.
-        slopes, causal, right_slopes, scale, dropout, tolerance, implementation, return_lse: As for `attention`.
+        All others: As for `attention`.
 
     Returns:
         [total_q, H, E]; with return_lse also lse [total_q, H].
 
     Raises:
-        TypeError, ValueError, NotImplementedError: As `attention`, or the lengths break a rule above.
+        TypeError, ValueError, NotImplementedError: As `attention`, or for wrong lengths.
 
     Example:
         >>> q = k = v = torch.ones(5, 2, 4)
@@ -80,12 +80,10 @@ def attention_varlen(
             )
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     given: dict[str, Any] = {**options}
+    sides = ("slopes", slopes), ("right_slopes", given.pop("right_slopes", None))
     left, right = (
         None if slope is None else as_slopes("attention_varlen", name, slope, wide, q.device)
-        for name, slope in (
-            ("slopes", slopes),
-            ("right_slopes", given.pop("right_slopes", None)),
-        )
+        for name, slope in sides
     )
     call = packed.Packed(
         q=q,
@@ -132,6 +130,8 @@ def _run(call: packed.Packed) -> packed.Results:
         # The empty result is a function of its arguments, too, with gradients of zeros.
         nothing = sum(x.sum() for x in (q, k, v, left, right) if x is not None)
         outs, lses = [outs[0] + nothing], [lses[0] + nothing]
+    options: dict[str, Any] = {"causal": call.causal, "scale": call.scale, "lse": True}
+    options |= {"dropout": call.dropout, "tolerance": call.tolerance}
     for batch in batches:
         rows, real = _padded(starts_q, batch)
         keys, held = _padded(starts_k, batch)
@@ -139,21 +139,14 @@ def _run(call: packed.Packed) -> packed.Results:
         # Sequences without padding and placement of their own need neither argument.
         plain = held.all() and real.all() and key_range is None and query_start is None
         ranges, starts = (None if plain else x[batch].to(q.device) for x in placement)
-        inputs, problem = prepare(
-            "attention",
-            _take(q, rows, real),
-            _take(k, keys, held),
-            _take(v, keys, held),
-            own[0],
-            causal=call.causal,
-            right_slopes=own[1],
-            scale=call.scale,
-            key_range=ranges,
-            query_start=starts,
-            dropout=call.dropout,
-            tolerance=call.tolerance,
-            lse=True,
-        )
+        placed: dict[str, Any] = {
+            "right_slopes": own[1],
+            "key_range": ranges,
+            "query_start": starts,
+        }
+        queries = _take(q, rows, real)
+        own_k, own_v = (_take(x, keys, held) for x in (k, v))
+        inputs, problem = prepare("attention", queries, own_k, own_v, own[0], **placed, **options)
         out, lse = run(inputs, problem, call.implementation, True)
         chosen = real.to(q.device)
         outs.append(out.transpose(1, 2)[chosen])
@@ -173,7 +166,7 @@ def _placement(
     lengths_k: Tensor,
     num_key_heads: int,
 ) -> tuple[Tensor, Tensor]:
-    """key_range [B, G, 2] and query_start [B] of all sequences, the given ones or their defaults."""
+    """key_range [B, G, 2] and query_start [B] of all sequences, given or by default."""
     B = len(lengths_k)
     described = (
         None if x is None else describe(name, x, "attention_varlen")
@@ -188,8 +181,8 @@ def _placement(
             for first, end in ranges[b].tolist():
                 if not 0 <= first <= end <= length:
                     raise ValueError(
-                        f"attention_varlen: key_range must be 0 <= first <= end <= {length}, the keys of"
-                        f" sequence {b}, got [{first}, {end}]"
+                        f"attention_varlen: key_range must be 0 <= first <= end <= {length},"
+                        f" the keys of sequence {b}, got [{first}, {end}]"
                     )
     ranges = ranges.expand(B, num_key_heads, 2)
     starts = last_end(ranges) - lengths_q if query_start is None else query_start.cpu().long()
@@ -224,11 +217,13 @@ def _offsets(name: str, offsets: Tensor, total: int) -> list[int]:
     described = describe(name, offsets, "attention_varlen")
     if not described.dtype.startswith(("int", "uint")) or len(described.shape) != 1:
         raise ValueError(
-            f"attention_varlen: {name} must be a row of integers, got {described.dtype} {described}"
+            f"attention_varlen: {name} must be a row of integers,"
+            f" got {described.dtype} {described}"
         )
     starts: list[int] = offsets.tolist()
     if not starts or starts[0] != 0 or starts[-1] != total or starts != sorted(starts):
         raise ValueError(
-            f"attention_varlen: {name} must start at 0, never fall and end at {total}, got {starts}"
+            f"attention_varlen: {name} must start at 0, never fall and end at {total},"
+            f" got {starts}"
         )
     return starts

@@ -1,18 +1,8 @@
-"""Attention over points in portable PyTorch operations: from near to far, with memory that is linear in their number.
+"""Attention over points in portable PyTorch operations: from near to far, without a term in N x N.
 
-The tokens are taken along a Hilbert curve, so that SIZE of them in a row make a block with a small box around its points.
-Each block of queries visits blocks of keys in the order of the least distance between the boxes, with an online softmax,
-and a head is left when all blocks not yet visited cannot hold more than `tolerance` of any row's probability. With the boxes
-at distance g_b, for a fixed vector c,
-
-    score <= scale * q . c + |scale| * |q| * r_b - slope * g_b        r_b = max |k_s - c| over the keys of block b
-
-so that the blocks from the i-th on together weigh at most the sum over them of exp(that) times the number of their keys.
-Tokens that stand nowhere have blocks of their own, which come first, at distance 0. Backward visits the same blocks: the exact
-gradient of the function that forward computed.
-
-Order: batch rows together where they have the same points; tiles; blocks near to far, for all heads that are not left.
-Memory: copies of q, k and v in the order of the curve, wide; tiles of [heads, SIZE, SIZE]; the gradients. No term in N x N.
+SIZE tokens in a row on a Hilbert curve make a block with a small box around its points. Blocks of
+keys are visited by the distance g of their boxes; for any fixed c no score of one is above
+scale * q . c + |scale| * |q| * max |k_s - c| - slope * g. Backward visits the same blocks.
 """
 
 import math
@@ -24,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linbias._dispatch import Abilities
-from linbias._request import Problem
+from linbias.torch.impl.certificate import norm
 from linbias.torch.points.geometry import PointInputs, along_a_curve, box_distances, distances
 from linbias.torch.points.operator import Gradients, PointOperators, Results
 
@@ -35,11 +25,8 @@ ABILITIES = Abilities(
     memory="linear in length",
     has=("dropout",),
 )
+why_not = ABILITIES.lacks
 SIZE = 128  # tokens of a tile of queries, and of a block of keys
-
-
-def why_not(problem: Problem) -> str | None:
-    return ABILITIES.lacks(problem)
 
 
 @dataclass(frozen=True)
@@ -54,7 +41,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Cloud:
-    """The heads of batch rows that have the same points: X query heads and Y key/value heads in all, in curve order."""
+    """Batch rows that have the same points: X query and Y key/value heads, in curve order."""
 
     inputs: PointInputs
     row: slice  # of the batch
@@ -78,7 +65,7 @@ class Cloud:
 
     @cached_property
     def boxes(self) -> tuple[Tensor, Tensor]:
-        """The least and the largest coordinates in each block that stands somewhere, [blocks, A] each."""
+        """The least and largest coordinates of blocks that stand somewhere, [blocks, A] each."""
         first = self.inputs.global_tokens
         parts = [
             self.points[b.start - first : b.stop - first] for b in self.slices if b.start >= first
@@ -89,8 +76,14 @@ class Cloud:
         """[B, heads, N, ...] of the call -> [heads of these rows, N, ...] in curve order, wide."""
         return array[self.row].flatten(0, 1)[:, self.order].to(self.wide)
 
+    def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q times scale, k, v, and the slopes [X], of these rows."""
+        x = self.inputs
+        q, k, v = (self.heads(array) for array in (x.q, x.k, x.v))
+        return q * x.scale, k, v, x.slopes[self.row].flatten()
+
     def put_back(self, array: Tensor, target: Tensor) -> None:
-        """Write [heads of these rows, N, ...] in curve order into [B, heads, N, ...] of the call."""
+        """Write [heads of these rows, N, ...], in curve order, into an array of the call."""
         back = torch.empty_like(array)
         back[:, self.order] = array
         target[self.row] = back.unflatten(0, target[self.row].shape[:2])
@@ -135,11 +128,7 @@ def _clouds(inputs: PointInputs) -> Iterator[Cloud]:
 
 
 class Certificate:
-    """When may a head of a tile stop?
-
-    A key or value that is not finite gets an endless norm: it is never left out, and shows in the output as it would
-    without a certificate.
-    """
+    """When may a head of a tile stop? Never before a key or value that is not finite."""
 
     def __init__(self, cloud: Cloud, k: Tensor, v: Tensor, slopes: Tensor) -> None:
         # Relative rounding of norms, of dot products over D terms, and of the scores in the sums.
@@ -147,9 +136,9 @@ class Certificate:
         self.precise = cloud.points.dtype  # of the sums over blocks
         n = len(slopes) // len(k)
         center = k.mean(1)
-        radius = _norm(k - center[:, None]) * (1 + self.slack) + 0.0 * v.sum(-1)
+        radius = norm(k - center[:, None]) * (1 + self.slack) + 0.0 * v.sum(-1)
         reach = torch.stack([radius[:, b].amax(1) for b in cloud.slices], 1)
-        self.largest = (_norm(center) + reach.amax(1)).repeat_interleave(n, 0)
+        self.largest = (norm(center) + reach.amax(1)).repeat_interleave(n, 0)
         self.center = center.repeat_interleave(n, 0)  # [X, D]
         self.reach = reach.repeat_interleave(n, 0).to(self.precise)  # [X, blocks]
         sizes = torch.tensor([b.stop - b.start for b in cloud.slices], device=k.device)
@@ -159,15 +148,11 @@ class Certificate:
         self.log_tolerance = math.log(tolerance) if tolerance else -math.inf
 
     def about(self, q: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """What is left when a tile has visited i blocks, and what every row adds to that, both logs.
+        """For rows q [X, rows, D]: [X, blocks] and [X, rows], whose sum bounds a log from above.
 
-        Args:
-            q: [X, rows, D], times scale.
-
-        Returns:
-            [X, blocks] and [X, rows]: their sum, at place i, is at least the log of what all blocks from the i-th on hold.
+        That at i is of what all blocks from the i-th on weigh together.
         """
-        q_norm = _norm(q) * (1 + self.slack)
+        q_norm = norm(q) * (1 + self.slack)
         aligned = (q @ self.center[:, :, None]).squeeze(-1)
         base = aligned + self.slack * q_norm * self.largest[:, None]
         most = q_norm.amax(1, keepdim=True).to(self.precise)
@@ -178,7 +163,7 @@ class Certificate:
 
 @dataclass
 class Running:
-    """The online softmax of one tile: [X, rows, ...], sums of exp(score - row_max), with the values and without."""
+    """The online softmax of one tile: [X, rows, ...], sums of exp(score - row_max)."""
 
     acc: Tensor
     row_max: Tensor
@@ -195,19 +180,13 @@ class Running:
 
 
 def _fill(inputs: PointInputs, results: Results) -> None:
-    H, slopes = inputs.q.shape[1], inputs.slopes
     for cloud in _clouds(inputs):
-        slope = slopes[cloud.row].flatten()
-        q, k, v = (
-            cloud.heads(inputs.q) * inputs.scale,
-            cloud.heads(inputs.k),
-            cloud.heads(inputs.v),
-        )
+        q, k, v, slope = cloud.arrays()
         certificate = Certificate(cloud, k, v, slope)
         out, rest = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(2, *q.shape[:2])
         for index, tile in enumerate(cloud.tiles()):
             counts = _forward_tile(cloud, tile, certificate, (q, k, v, slope), out, rest)
-            results.visited[cloud.row, :, index] = counts.view(-1, H)
+            results.visited[cloud.row, :, index] = counts.view(-1, inputs.q.shape[1])
         for array, target in zip((out, *rest), results[:3], strict=True):
             cloud.put_back(array, target)
 
@@ -225,7 +204,7 @@ def _forward_tile(
     out: Tensor,
     rest: Tensor,
 ) -> Tensor:
-    """Fill the tile's rows of out [X, N, E], row_max and log_sum [X, N]; return how many blocks each head visited."""
+    """Fill the tile's rows of out, row_max and log_sum; count the blocks visited."""
     q, k, v, slope = arrays
     q = q[:, tile.rows]
     left, base = certificate.about(q, tile)
@@ -240,9 +219,10 @@ def _forward_tile(
     for step, block in enumerate(tile.order.tolist()):
         if step:
             # The sum in hand, in the row that has least of it beside what it could still get.
-            sums = (
-                running.row_max[heads].to(base.dtype) + running.row_sum[heads].to(base.dtype).log()
+            row_max, row_sum = (
+                x[heads].to(base.dtype) for x in (running.row_max, running.row_sum)
             )
+            sums = row_max + row_sum.log()
             room = (sums.squeeze(-1) - base[heads]).amin(1) + certificate.log_tolerance
             # A comparison with NaN is False: what cannot be bounded is visited.
             heads = heads[~(left[heads, step] <= room)]
@@ -283,24 +263,11 @@ def _of_heads(array: Tensor, heads: Tensor, X: int) -> Tensor:
     return array if n == 1 and len(heads) == X else array[heads // n]
 
 
-def _norm(x: Tensor) -> Tensor:
-    """The length of [..., D], also where the squares of all entries would vanish; NaN for entries that are not finite."""
-    largest = x.abs().amax(-1, keepdim=True)
-    unit = x / largest.masked_fill(largest == 0, 1.0)
-    return torch.linalg.vector_norm(unit, dim=-1) * largest.squeeze(-1)
-
-
 def _find_gradients(inputs: PointInputs, dout: Tensor, dlse: Tensor, saved: Results) -> Gradients:
-    """Return dq, dk and dv in the dtype of q, and dslopes [B, H], wide."""
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
     dslopes = torch.zeros_like(inputs.slopes)
     for cloud in _clouds(inputs):
-        slope = inputs.slopes[cloud.row].flatten()
-        q, k, v = (
-            cloud.heads(inputs.q) * inputs.scale,
-            cloud.heads(inputs.k),
-            cloud.heads(inputs.v),
-        )
+        arrays = cloud.arrays()
         # Weights are exp(score - row_max) times this.
         per_sum = (-cloud.heads(saved.log_sum)).exp()
         pivot = cloud.heads(saved.row_max)[..., None]
@@ -308,15 +275,10 @@ def _find_gradients(inputs: PointInputs, dout: Tensor, dlse: Tensor, saved: Resu
         delta = ((given * cloud.heads(saved.out)).sum(-1) - cloud.heads(dlse)) * per_sum
         given *= per_sum[..., None]
         rows_given = pivot, given, delta[..., None]
-        sums = (
-            torch.zeros_like(q),
-            torch.zeros_like(k),
-            torch.zeros_like(v),
-            torch.zeros_like(slope),
-        )
+        sums = tuple(map(torch.zeros_like, arrays))
         visited = saved.visited[cloud.row].flatten(0, 1)
         for index, tile in enumerate(cloud.tiles()):
-            _backward_tile(cloud, tile, visited[:, index], (q, k, v, slope), rows_given, sums)
+            _backward_tile(cloud, tile, visited[:, index], arrays, rows_given, sums)
         for array, target in zip((sums[0] * inputs.scale, *sums[1:3]), (dq, dk, dv), strict=True):
             cloud.put_back(array, target)
         dslopes[cloud.row] = sums[3].view_as(dslopes[cloud.row])
@@ -331,9 +293,9 @@ def _backward_tile(
     rows_given: tuple[Tensor, ...],
     sums: tuple[Tensor, ...],
 ) -> None:
-    """Add one tile's part to dq [X, N, D] (over scale), dk [Y, N, D], dv [Y, N, E] and dslope [X].
+    """Add one tile's part to dq (over scale), dk, dv and dslope.
 
-    What is given of rows comes divided by their sums, so that unnormalised weights serve for normalised ones.
+    dout and delta come divided by the row sums, so that unnormalised weights serve.
     """
     q, k, v, slope = arrays
     dq, dk, dv, dslope = sums

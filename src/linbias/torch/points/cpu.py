@@ -1,6 +1,7 @@
 """Attention over points in the compiled core (how it works: csrc/kernel/points-inl.h)."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,15 +29,11 @@ def _fill(inputs: PointInputs, results: Results) -> None:
 
 
 def _find_gradients(inputs: PointInputs, dout: Tensor, dlse: Tensor, saved: Results) -> Gradients:
-    dq, dk, dv, dslopes = (torch.zeros(x.shape, dtype=inputs.slopes.dtype) for x in inputs[:4])
-    narrow = inputs.q.dtype
-    if not dout.numel():
-        return dq.to(narrow), dk.to(narrow), dv.to(narrow), dslopes
-    call, points, alive = _call(inputs)
-    core.backward(
-        call,
-        points,
-        core.Backward(
+    wide, narrow = inputs.slopes.dtype, inputs.q.dtype
+    dq, dk, dv, dslopes = (torch.zeros(x.shape, dtype=wide) for x in inputs[:4])
+    if dout.numel():
+        call, points, alive = _call(inputs)
+        backward = core.Backward(
             dout=address(dout, alive),
             dlse=address(dlse, alive),
             saved=_forward(saved, alive),
@@ -44,9 +41,9 @@ def _find_gradients(inputs: PointInputs, dout: Tensor, dlse: Tensor, saved: Resu
             dk=dk.data_ptr(),
             dv=dv.data_ptr(),
             dleft=dslopes.data_ptr(),
-        ),
-    )
-    del alive
+        )
+        core.backward(call, points, backward)
+        del alive
     return dq.to(narrow), dk.to(narrow), dv.to(narrow), dslopes
 
 
@@ -54,6 +51,8 @@ def _call(inputs: PointInputs) -> tuple["core.Call", "core.Points", list[Tensor]
     """The call in addresses, and the arrays that have to live as long."""
     q, k, v, slopes, points, manhattan, first, scale, tolerance = inputs
     (B, H, N, D), (_, G, _, E) = q.shape, v.shape
+    sizes = B, H, G, N, N, D, E
+    lengths: dict[str, Any] = dict(zip("BHGTSDE", sizes, strict=True))
     curves = [along_a_curve(cloud) for cloud in points]
     nowhere = torch.arange(first)
     order = torch.stack([torch.cat((nowhere, first + curve)) for curve in curves])
@@ -61,20 +60,14 @@ def _call(inputs: PointInputs) -> tuple["core.Call", "core.Points", list[Tensor]
     alive: list[Tensor] = []
     call = core.Call(
         dtype=DTYPES[q.dtype],
-        B=B,
-        H=H,
-        G=G,
-        T=N,
-        S=N,
-        D=D,
-        E=E,
+        **lengths,
         q=array(q, alive),
         k=array(k, alive),
         v=array(v, alive),
         left=address(slopes, alive),
         scale=scale,
         tolerance=tolerance,
-        **threads((B, H, G, N, N, D, E)),
+        **threads(sizes),
     )
     placed = core.Points(
         at=address(at, alive),
@@ -88,14 +81,8 @@ def _call(inputs: PointInputs) -> tuple["core.Call", "core.Points", list[Tensor]
 
 
 def _forward(results: Results, alive: list[Tensor]) -> "core.Forward":
-    out, row_max, log_sum, visited = (address(x, alive) for x in results)
-    return core.Forward(
-        out=out,
-        row_max=row_max,
-        log_sum=log_sum,
-        visited=visited,
-        visited_tiles=results.visited.shape[2],
-    )
+    addresses: dict[str, Any] = {n: address(x, alive) for n, x in results._asdict().items()}
+    return core.Forward(**addresses, visited_tiles=results.visited.shape[2])
 
 
 operators = PointOperators(

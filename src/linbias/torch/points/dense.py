@@ -1,13 +1,9 @@
-"""Attention over points with the whole bias in memory: the definition in PyTorch operations.
-
-Differentiable any number of times, under every transform. Memory: several arrays of [B, H, N, N].
-"""
+"""Attention over points with the whole bias in memory: the definition in PyTorch operations."""
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from linbias._dispatch import Abilities
-from linbias._request import Problem
 from linbias.torch.points.geometry import PointInputs, distances
 
 NAME = "dense"
@@ -18,10 +14,7 @@ ABILITIES = Abilities(
     has=("dropout", "transformed"),
     higher_derivatives=True,
 )
-
-
-def why_not(problem: Problem) -> str | None:
-    return ABILITIES.lacks(problem)
+why_not = ABILITIES.lacks
 
 
 def attention(inputs: PointInputs) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`attention_points`: attention over points of a line, a plane or space, whose scores fall with distance."""
+"""`attention_points`: attention over points of a line, a plane or space."""
 
 import contextlib
 from typing import Any, Literal, overload
@@ -72,45 +72,46 @@ def attention_points(
     return_lse: bool = False,
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention among points, whose scores fall linearly with their distance (ALiBi on a line, a plane, in space).
+    """Softmax attention among points, whose scores fall linearly with their distance.
 
     Token i stands at points[i], and every token sees every token:
 
         score[i, j] = scale * (q[i] . k[j]) - slope * |points[i] - points[j]|
         out[i] = sum over j of softmax(score[i])[j] * v[j]       lse[i] = log sum exp(score[i])
 
-    The points may come in any order and stand anywhere, also several at one place. The first `global_tokens` tokens stand nowhere:
-    nothing is subtracted from their scores, nor from those of others with them. Slopes are per unit of the points: patches
-    that are counted from 0 in rows and columns are 1 apart; divide pixels by the patch's size for the same scores. Query head h
-    reads key/value head h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise;
-    distances are computed in float64. Differentiable in q, k, v and slopes, through out and lse; twice, and under
-    `torch.func`, only by `dense`. Under autocast q, k and v are cast as for `scaled_dot_product_attention`.
+    Points come in any order, also several at one place. The first `global_tokens` tokens stand
+    nowhere: nothing is subtracted from their scores, nor from those of others with them. Slopes
+    are per unit of the points: for pixels the scores of patches, divide by the patch's size. Query
+    head h reads key/value head h // (H // G). Scores, softmax and sums are float32 for 16-bit
+    inputs and in q's dtype otherwise; distances are float64. Differentiable in q, k, v and slopes,
+    through out and lse; twice, and under `torch.func`, only by `dense`. Autocast works as for
+    `scaled_dot_product_attention`.
 
     Args:
         q: [B, H, N, D], float16, bfloat16, float32 or float64, any strides.
         k: [B, G, N, D], dtype and device of q. H must be a multiple of G.
         v: [B, G, N, E], likewise.
-        points: [N, A], for all batch rows, or [B, N, A] with A = 1, 2 or 3, real numbers within 2^100 (integers within 2^53): a tensor, or
-            anything that makes one. They have no gradient. Those of global tokens are not read.
-        slopes: [H] or [B, H], finite and at least 0. None means `linbias.slopes(H)`; zeros mean no bias. Values, and those of points,
-            are checked on the CPU and in eager mode.
+        points: [N, A] for all batch rows, or [B, N, A], with A = 1, 2 or 3: real numbers within
+            2^100, or integers within 2^53, without a gradient. Those of global tokens go unread.
+        slopes: [H] or [B, H], finite and at least 0. None means `linbias.slopes(H)`; zeros mean no
+            bias. Values, and those of points, are checked on the CPU and in eager mode.
         metric: "euclidean", the straight line, or "manhattan", the sum over the axes.
-        global_tokens: How many tokens at the front stand nowhere, such as a class token; they count in N.
+        global_tokens: How many tokens at the front stand nowhere, such as a class token.
         scale: Factor on q . k. None means D ** -0.5.
-        tolerance: As for `attention`: the largest share of a row's probability that far keys, never read, may hold together;
-            0 reads every key.
-        implementation: `cpu` is near to far in compiled code, and `blocked` in PyTorch operations, both in memory that is linear
-            in N; `dense` holds arrays of [B, H, N, N]. "auto" takes the first of them that can, but `dense` for few tokens where
-            there is no `cpu`.
+        tolerance: As for `attention`; 0 reads every key.
+        implementation: `cpu` is near to far in compiled code, and `blocked` in PyTorch operations,
+            both in memory that is linear in N; `dense` holds arrays of [B, H, N, N]. "auto" takes
+            the first that can, but `dense` for few tokens where there is no `cpu`.
         return_lse: Also return lse.
 
     Returns:
-        [B, H, N, E] in q's dtype; with return_lse also lse [B, H, N], float32 (float64 for float64 inputs).
+        [B, H, N, E] in q's dtype; with return_lse also lse [B, H, N], float32 (float64 for
+        float64 inputs).
 
     Raises:
         TypeError: A wrong dtype or kind of argument.
-        ValueError: A shape, device or value breaks a rule above; the message names argument, rule and value.
-        NotImplementedError: Gradients of points, or those of an implementation that does not give them.
+        ValueError: A shape, device or value breaks a rule above.
+        NotImplementedError: A gradient that is not given, as that of points.
 
     Example:
         >>> patches = torch.cartesian_prod(torch.arange(3), torch.arange(4))
@@ -118,8 +119,9 @@ def attention_points(
         >>> attention_points(q, k, v, patches).shape
         torch.Size([1, 2, 12, 8])
 
-    Source: Press, Smith and Lewis, ICLR 2022, section 3; on planes: Fuller, Millard and Green, "CROMA", NeurIPS 2023 (patches of
-    satellite images) and Ding et al., "TITAN", 2024 (tiles of pathology slides, and one global token).
+    Source: Press, Smith and Lewis, ICLR 2022, section 3; on planes: Fuller, Millard and Green,
+    "CROMA", NeurIPS 2023 (patches of satellite images) and Ding et al., "TITAN", 2024 (tiles of
+    pathology slides, and one global token).
     """
     function = "attention_points"
     if unknown:
@@ -168,7 +170,8 @@ def _prepare(
     B, H, N = problem.B, problem.H, problem.T
     if problem.S != N:
         raise ValueError(
-            f"{function}: k has {problem.S} tokens but q has {N}, and every token is both (q {list(q.shape)}, k {list(k.shape)})"
+            f"{function}: k has {problem.S} tokens but q has {N}, and every token is both"
+            f" (q {list(q.shape)}, k {list(k.shape)})"
         )
     place = _as_points(function, points)
     first = _request.check_points(function, B, N, place, metric, global_tokens)

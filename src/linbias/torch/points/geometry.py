@@ -1,7 +1,7 @@
-"""Points, how far they lie from each other, an order that keeps neighbours together, and boxes around parts of it.
+"""Points, their distances, an order that keeps neighbours together, and boxes around parts of it.
 
-Coordinates are float64, so that differences of large ones (pixels of a slide) keep their digits; float32 where a device has
-no float64.
+Coordinates are float64, so that differences of large ones (pixels of a slide) keep their digits;
+float32 where a device has no float64.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class PointInputs(NamedTuple):
 
 
 def distances(rows: Tensor, columns: Tensor, manhattan: bool) -> Tensor:
-    """[..., rows, columns]: from each of the points [..., rows, A] to each of [..., columns, A]."""
+    """[..., rows, columns]: from each point of [..., rows, A] to each of [..., columns, A]."""
     apart = rows[..., :, None, :] - columns[..., None, :, :]
     return _length(tuple(apart.unbind(-1)), manhattan)
 
@@ -35,16 +35,15 @@ def distances(rows: Tensor, columns: Tensor, manhattan: bool) -> Tensor:
 def box_distances(
     low: Tensor, high: Tensor, lows: Tensor, highs: Tensor, manhattan: bool
 ) -> Tensor:
-    """[boxes]: the least distance between a point of one box [A] and one of each of the boxes [boxes, A]."""
+    """[boxes]: the least distance between points of one box [A] and of each of [boxes, A]."""
     apart = torch.maximum(lows - high, low - highs).clamp(min=0)
     return _length(tuple(apart.unbind(-1)), manhattan)
 
 
 def along_a_curve(points: Tensor) -> Tensor:
-    """[N], int64: the points [N, A] in the order in which a Hilbert curve passes them; on a line from left to right.
+    """[N], int64: points [N, A] as a Hilbert curve passes them; on a line from left to right.
 
-    What lies together in this order lies together in space. On the curve a point has a whole number of cells on every
-    axis; the loops are those of Skilling, "Programming the Hilbert curve", 2004.
+    Neighbours in it lie together in space (Skilling, "Programming the Hilbert curve", 2004).
     """
     axes = points.shape[1]
     if axes == 1 or not len(points):

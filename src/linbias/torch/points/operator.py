@@ -1,6 +1,6 @@
-"""What implementations of `attention_points` share that give first derivatives: the form of their custom operators.
+"""The custom operators of implementations of `attention_points` that give first derivatives.
 
-For compilers an operator is one opaque step, as in linbias.torch.operators.operator, whose records have another form.
+For compilers an operator is one opaque step, as in linbias.torch.operators.operator.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,11 @@ _ARGUMENTS = (
 
 
 class PointOperators:
-    """The operators linbias::points_<name>_forward and linbias::points_<name>_backward of an implementation."""
+    """The operators linbias::points_<name>_forward and _backward of an implementation.
+
+    `fill` finds `visited`, whose last axis is num_tiles, full of zeros; `find_gradients` takes the
+    inputs, dout, dlse, and what forward gave.
+    """
 
     def __init__(
         self,
@@ -40,14 +44,6 @@ class PointOperators:
         find_gradients: Callable[[PointInputs, Tensor, Tensor, Results], Gradients],
         num_tiles: Callable[[PointInputs], int],
     ) -> None:
-        """Define them.
-
-        Args:
-            name: Of the implementation.
-            fill: Computes forward, into arrays of which `visited` holds zeros.
-            find_gradients: Computes backward from the inputs, dout, dlse, and what forward gave.
-            num_tiles: The last axis of `visited`.
-        """
         self._name, self._fill, self._num_tiles = name, fill, num_tiles
         self._find_gradients = find_gradients
         self.forward = torch.library.custom_op(
@@ -60,8 +56,8 @@ class PointOperators:
             f"linbias::points_{name}_backward",
             self._operate_backward,
             mutates_args=(),
-            schema="(Tensor dout, Tensor dlse, Tensor out, Tensor row_max, Tensor log_sum, Tensor visited, "
-            f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+            schema="(Tensor dout, Tensor dlse, Tensor out, Tensor row_max, Tensor log_sum,"
+            f" Tensor visited, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
         )
         self.forward.register_fake(
             lambda *arguments: self.empty_results(PointInputs._make(arguments))
@@ -101,7 +97,8 @@ class PointOperators:
 
     def _refuse(self, *_: Any) -> Any:
         raise NotImplementedError(
-            f"attention_points: {self._name} gives first derivatives only; implementation='dense' gives all"
+            f"attention_points: {self._name} gives first derivatives only;"
+            " implementation='dense' gives all"
         )
 
 
