@@ -211,7 +211,7 @@ def check_messages_hold_what_heads_need_and_no_more():
     assert numbers_sent(lambda x: forward(**x), pairs) == 2 * 14 * 9
     half = {name: x.astype("bfloat16") for name, x in arrays.items()}
     run = jax.jit(in_pieces(partial(attention, axis_name="x", halo=7), half))
-    assert "xbf16>) -> tensor<2x392xbf16>" in run.lower(**half).as_text()
+    assert "xbf16>) -> tensor<2x28x14xbf16>" in run.lower(**half).as_text()
 
 
 def numbers_sent(function, arrays):
