@@ -70,14 +70,14 @@ def prepare(
     if mask is not None:
         mask = jnp.asarray(mask, wide if problem.added else bool)
     # Traced values are unchecked: limits keep every index among the keys and every loop short.
+    farthest = _request.LARGEST_START
+    limited = request._replace(
+        key_range=_clamp(request.key_range, 0, problem.S),
+        query_start=_clamp(request.query_start, -farthest, farthest),
+        mask=mask,
+    )
     filled = _request.fill(
-        request._replace(
-            key_range=_clamp(request.key_range, 0, problem.S),
-            query_start=_clamp(
-                request.query_start, -_request.LARGEST_START, _request.LARGEST_START
-            ),
-            mask=mask,
-        ),
+        limited,
         problem,
         lambda: np.asarray(slopes_of_paper(problem.H) if problem.H else (), wide),
         jnp.broadcast_to,
@@ -85,9 +85,9 @@ def prepare(
     )
     of_heads, key_bound, mask = (problem.B, problem.H), filled["key_bound"], filled["mask"]
     right = filled["right"]
-    x, xq = None, None
-    if request.positions is not None:
-        x, xq = standing.in_parts(request.positions, request.query_positions)
+    x, xq = request.positions, request.query_positions
+    if x is not None:
+        x, xq = standing.in_parts(x, xq)
     inputs = Inputs(
         **{
             **filled,
@@ -168,11 +168,8 @@ def _describe(function: str, name: str, array: Any) -> Described:
         raise TypeError(
             f"{function}: {name} must be a jax.Array or numpy.ndarray, got {type(array).__name__}"
         )
-    if (
-        name in "qkv"
-        and array.dtype == np.float64
-        and jax.dtypes.canonicalize_dtype(np.float64) != np.float64
-    ):
+    rounded = jax.dtypes.canonicalize_dtype(np.float64) != np.float64
+    if name in "qkv" and array.dtype == np.float64 and rounded:
         raise TypeError(
             f"{function}: {name} must be at most float32 while jax_enable_x64 is off, got float64"
         )

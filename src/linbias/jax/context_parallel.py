@@ -129,12 +129,10 @@ def attention(
     inputs, problem, num_pieces = _prepare(function, q, k, v, slopes, axis_name, options)
     B, T, G = problem.B, problem.T, problem.G
     halos = np.minimum(_check_halo(function, halo, G), (num_pieces - 1) * T)
+    right_slopes = options.get("right_slopes")
+    right_slopes = slopes if right_slopes is None else right_slopes
     on_the_left = np.where(_hidden(slopes, problem), 0, halos)
-    on_the_right = np.zeros_like(halos)
-    if not problem.causal:
-        right_slopes = options.get("right_slopes")
-        hidden = _hidden(slopes if right_slopes is None else right_slopes, problem)
-        on_the_right = np.where(hidden, 0, halos)
+    on_the_right = np.where(problem.causal | _hidden(right_slopes, problem), 0, halos)
     own = jnp.concatenate([inputs.k, inputs.v], axis=-1)
     before = _fetch(own, on_the_left, axis_name, num_pieces, LEFT)
     after = _fetch(own, on_the_right, axis_name, num_pieces, RIGHT)

@@ -116,10 +116,8 @@ def attention_fn(
             raise ValueError(f"attention_fn: dropout_rate {dropout} needs a dropout_rng, got None")
         dtype = dtype or jnp.result_type(query, key, value)
         batch = query.shape[:-3]
-        q, k, v = (
-            _flatten(name, x, batch, dtype)
-            for name, x in zip("qkv", (query, key, value), strict=True)
-        )
+        given = zip("qkv", (query, key, value), strict=True)
+        q, k, v = (_flatten(name, x, batch, dtype) for name, x in given)
         own = variant_slopes("attention_fn", variant, q.shape[2], schedule, max_bias)
         inputs, problem = prepare(
             "attention_fn",

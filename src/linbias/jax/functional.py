@@ -170,9 +170,7 @@ def attention_weights(
     inputs, _ = prepare("attention_weights", q, k, k, slopes, **options)
     B, T, H, _ = spec_on_mesh(inputs.q)
     return on_its_mesh(
-        lambda x: dense.attention_weights(standing.stand_near(x)[0])[0],
-        inputs,
-        P(B, H, T, None),
+        lambda x: dense.attention_weights(standing.stand_near(x)[0])[0], inputs, P(B, H, T, None)
     )
 
 

@@ -99,10 +99,7 @@ def _operands(inputs: Inputs) -> tuple[Array, ...]:
 
 
 def _call_core(
-    name: str,
-    results: Sequence[jax.ShapeDtypeStruct],
-    operands: Sequence[Array],
-    inputs: Inputs,
+    name: str, results: Sequence[jax.ShapeDtypeStruct], operands: Sequence[Array], inputs: Inputs
 ) -> Sequence[Array]:
     _register()
     (B, T, H, D), (S, G, E) = inputs.q.shape, inputs.v.shape[1:]
