@@ -1,9 +1,7 @@
-"""One sequence over four devices gives what one device gives, and sends what the heads need and no
-more.
+"""One sequence over four devices gives what one gives, and sends no more than the heads need.
 
-JAX has to know the number of its devices before it starts: the checks on four of them run in one
-process, which is this file as a program. `jax.vmap` with a named axis stands in for devices where
-nothing is sent.
+JAX has to know the number of its devices before it starts: the checks on four run in one process,
+this file as a program. `jax.vmap` with a named axis stands in for devices where nothing is sent.
 """
 
 import json
@@ -47,10 +45,6 @@ class Case:
     dtype: str = "float32"
     implementation: str = "cpu"
     check_vma: bool = True
-
-    @property
-    def options(self):
-        return {"causal": self.causal}
 
     def arrays(self, seed=0):
         """q, k, v, the slopes, and what out and lse are weighed with, in float64."""
@@ -99,7 +93,7 @@ def with_gradients(case, attend, arrays):
 
     @jax.jit
     def run(leaves, dout, dlse):
-        (out, lse), pull = jax.vjp(lambda x: attend(**x, **case.options), leaves)
+        (out, lse), pull = jax.vjp(lambda x: attend(**x, causal=case.causal), leaves)
         return {"out": out, "lse": lse} | {f"d{n}": x for n, x in pull((dout, dlse))[0].items()}
 
     results = run(leaves, arrays["dout"], arrays["dlse"])
@@ -130,7 +124,7 @@ def in_pieces(function, arrays, out_specs=PIECES, check_vma=True):
 
 def measured_halo(case, arrays, **options):
     given = {name: arrays[name] for name in ("q", "k", "slopes", "right_slopes") if name in arrays}
-    measure = partial(needed_halo, axis_name="x", **case.options, **options)
+    measure = partial(needed_halo, axis_name="x", causal=case.causal, **options)
     found = jax.jit(in_pieces(measure, given, P()))(**given)
     assert (found.dtype, found.shape) == (np.int32, (case.num_kv_heads,))
     return np.asarray(found)

@@ -188,8 +188,7 @@ PLACED_CASES = (
 
 
 def places_of(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Where keys stand, [B, H, S] or for all heads [B, S], and queries, [B, H, T]: never falling,
-    but outside the ranges.
+    """Where keys stand, [B, H, S] or for all heads [B, S], and queries, [B, H, T].
 
     "alike": many at one place; "gates": sums of -log f; "resets": gates, some of which forget all.
     """

@@ -145,8 +145,7 @@ def attention(
 def attention_weights(
     q: ArrayLike, k: ArrayLike, slopes: Slopes | None = None, **options: Unpack[Weighing]
 ) -> Array:
-    """Compute the weights that `attention` gives to each key: softmax(score), the whole matrix, to
-    look at.
+    """Compute the weights that `attention` gives to each key: softmax(score), all of them.
 
     Differentiable in q, k, the slopes and positions.
 
@@ -182,8 +181,7 @@ def bias(
     query_start: jax.typing.ArrayLike | None = None,
     **unknown: Never,
 ) -> Array:
-    """Build the bias that linear-bias attention adds to its scores, for code that has to have it
-    in memory.
+    """Build the bias that attention adds to its scores, for code that needs it in memory.
 
         bias[h, t, s] = -slopes[h]       * (p - s)    for s <= p        (p = query_start + t)
         bias[h, t, s] = -right_slopes[h] * (s - p)    for s >  p
