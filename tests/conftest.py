@@ -1,4 +1,4 @@
-"""Set-up shared by all tests: fixed seeds, few threads, poisoned memory, hypothesis profiles, the GPU mark."""
+"""Set-up shared by all tests: seeds, few threads, poisoned memory, hypothesis, the GPU mark."""
 
 import os
 import random
@@ -17,21 +17,14 @@ if not Path("/dev/nvidiactl").exists():
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread for each worker, set before torch loads
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The tests compile some hundred small JAX programs, which would take most of their time. Without optimisation and without the
-# newer emitters of fused loops XLA needs a third of it, and what it has compiled it finds again the next time. JAX reads this
-# at its first computation.
-os.environ["XLA_FLAGS"] = " ".join(
-    (
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_use_fusion_emitters=false",
-    )
+# The tests compile some hundred small JAX programs, which would take most of their time. Without
+# optimisation and without the newer emitters of fused loops XLA needs a third of it, and what it
+# has compiled it finds again the next time. JAX reads this at its first computation.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 )
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
-    Path(__file__).parents[1]
-    / "build"
-    / "jax"
-    / f"{processor()} {most() or ''}".strip().replace(" ", "-")
+    Path(__file__).parents[1] / "build/jax" / "-".join(f"{processor()} {most() or ''}".split())
 )
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
@@ -67,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def files_that_need_not_reach_the_disk():
-    """No test crashes the machine: waiting for the disk would take much of the time of tests that train."""
+    """No test crashes the machine, and waiting for the disk takes long where tests train."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
@@ -75,7 +68,7 @@ def files_that_need_not_reach_the_disk():
 
 @pytest.fixture
 def poisoned_memory():
-    """Fill every tensor that PyTorch leaves uninitialised with NaN: a hole in an output then shows."""
+    """Fill every tensor that PyTorch leaves uninitialised with NaN, so that a hole shows."""
     import torch
 
     # Only what is asked for here: on a GPU PyTorch may do other things in no fixed order.
@@ -187,8 +180,8 @@ def golden_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return paper_original.write(paper_original.golden_record(), tmp_path_factory.mktemp("golden"))
 
 
-# Pages in a real browser. One is started for each file of tests: Playwright keeps an event loop running, which tests
-# with a loop of their own must not meet.
+# Pages in a real browser. One is started for each file of tests: Playwright keeps an event loop
+# running, which tests with a loop of their own must not meet.
 
 
 @pytest.fixture(scope="module")
@@ -225,14 +218,13 @@ def explorer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def open_state(visit, explorer_file):
-    """Open the explorer's view "How" in a state, given as in its address, in a window with options of its own."""
+    """Open the explorer's view "How" in a state, given as in its address, and a window."""
     from urllib.parse import urlencode
 
     from explorer_page import Explorer
 
     def opened(options: dict[str, object] | None = None, **state: object) -> Explorer:
-        return Explorer(
-            visit(explorer_file, urlencode({"view": "how", **state}), **(options or {}))
-        )
+        address = urlencode({"view": "how", **state})
+        return Explorer(visit(explorer_file, address, **(options or {})))
 
     return opened

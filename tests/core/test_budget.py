@@ -13,29 +13,28 @@ def check(actual, plain=TRUTH, dtype="float32", tolerance=0.0):
     assert_within_budget("x", np.asarray(actual), TRUTH, [np.asarray(plain)], dtype, tolerance)
 
 
-def test_equal_values_pass():
+def test_errors_up_to_twice_the_plain_one_or_a_rounding_step_pass():
     check(TRUTH)
-
-
-def test_errors_up_to_twice_the_plain_one_pass_and_larger_ones_raise():
     check(TRUTH + 1.9e-3, plain=TRUTH + 1e-3)
-    with pytest.raises(AssertionError, match=r"x: error 0\.0021 .* over the budget 0\.002"):
-        check(TRUTH + 2.1e-3, plain=TRUTH + 1e-3)
-
-
-def test_one_rounding_step_passes():
     check(TRUTH + 2 * EPSILON["float32"])
-    with pytest.raises(AssertionError, match="over the budget"):
-        check(TRUTH + 3 * EPSILON["float32"])
 
 
-def test_nan_infinity_and_shape_raise():
-    with pytest.raises(AssertionError, match="over the budget"):
-        check([1.0, np.nan, 0.5])
-    with pytest.raises(AssertionError, match="over the budget"):
-        check([1.0, -np.inf, 0.5])
-    with pytest.raises(AssertionError, match="shape"):
-        check([1.0, -2.0])
+@pytest.mark.parametrize(
+    ("actual", "plain", "words"),
+    [
+        (TRUTH + 2.1e-3, TRUTH + 1e-3, r"x: error 0\.0021 .* over the budget 0\.002"),
+        (TRUTH + 3 * EPSILON["float32"], TRUTH, "over the budget"),
+        ([1.0, np.nan, 0.5], TRUTH, "over the budget"),
+        ([1.0, -np.inf, 0.5], TRUTH, "over the budget"),
+        ([1.0, -2.0], TRUTH, "shape"),
+    ],
+)
+def test_what_is_over_the_budget_raises(actual, plain, words):
+    with pytest.raises(AssertionError, match=words):
+        check(actual, plain)
+
+
+def test_infinities_of_the_truth_must_be_there():
     with pytest.raises(AssertionError, match="infinities"):
         assert_within_budget("x", TRUTH, np.array([1.0, -np.inf, 0.5]), [TRUTH], "float32")
 

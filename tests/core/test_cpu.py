@@ -1,4 +1,4 @@
-"""The compiled core: every target, the NumPy front end, threads, strides, and what happens without it."""
+"""The compiled core: targets, the NumPy front end, threads, strides, and life without it."""
 
 import ast
 import os
@@ -77,15 +77,10 @@ def test_far_keys_count_although_squares_of_entries_vanish(target, dtype, forced
         arrays, slope, scale = far_block(1 / size, size)
         q, k, v = (torch.tensor(x).to(getattr(torch, dtype))[None] for x in arrays)
         for num_rows in (70, 1):
+            given = q[:, :, -num_rows:], k, v
+            options = {"slopes": np.array([slope]), "scale": scale}
             expected, actual = (
-                linbias.torch.attention(
-                    q[:, :, -num_rows:].to(wide),
-                    k.to(wide),
-                    v.to(wide),
-                    torch.tensor([slope], dtype=torch.float64),
-                    scale=scale,
-                    implementation=implementation,
-                )
+                attention(*(x.to(wide) for x in given), **options, implementation=implementation)
                 for implementation, wide in (("dense", torch.float64), ("cpu", q.dtype))
             )
             error = (actual.double() - expected).abs().max()
@@ -97,73 +92,68 @@ def test_an_unknown_target_is_refused():
         core.force_target("sse9")
 
 
-def arrays(case=None, dtype=np.float32):
-    inputs = make_inputs(case or by_name("asymmetric"), "float32")
-    return [x.astype(dtype) for x in (inputs.q, inputs.k, inputs.v)]
-
-
-@pytest.mark.parametrize("dtype", (np.float16, np.float32, np.float64))
-def test_numpy_arrays_come_through(dtype):
-    q, k, v = arrays(dtype=dtype)
-    options = {"causal": False, "right_slopes": [0.1] * 6, "return_lse": True}
-    out, lse = cpu.attention(q, k, v, **options)
-    expected, expected_lse = linbias.attention(*(x.astype(float) for x in (q, k, v)), **options)
-    assert out.dtype == dtype
-    tolerance = {np.float16: 2e-3, np.float32: 2e-6, np.float64: 1e-14}[dtype]
-    np.testing.assert_allclose(out, expected, atol=tolerance)
-    np.testing.assert_allclose(lse, expected_lse, atol=max(tolerance / 100, 1e-13), rtol=1e-6)
+def arrays(name="asymmetric", **changes):
+    inputs = make_inputs(by_name(name, **changes), "float32")
+    return [x.astype(np.float32) for x in (inputs.q, inputs.k, inputs.v)]
 
 
 @pytest.mark.parametrize(
-    "name",
-    (
-        "filled-cache",
-        "right-padding",
-        "gaps-asymmetric",
-        "range-per-head",
-        "range-per-head-symmetric",
-        "start-symmetric",
-        "hidden-left-past-the-keys",
-        "slopes-per-batch",
-        "long-range-per-head",
-        "long-cache-per-head",
-        "no-queries",
-        "no-keys",
-        "no-batch",
-    ),
+    ("kinds", "expected_dtype", "allowed"),
+    [
+        ("float16 float16 float16", "float16", 2e-3),
+        ("float32 float32 float32", "float32", 2e-6),
+        ("float64 float64 float64", "float64", 1e-14),
+        ("int64 int64 int64", "float64", 1e-14),
+        ("float32 int64 float16", "float32", 1e-6),
+        ("float16 float32 float16", "float16", 2e-3),
+        ("bfloat16 bfloat16 bfloat16", "bfloat16", 2e-2),
+    ],
 )
+def test_numpy_arrays_of_any_type_come_through(kinds, expected_dtype, allowed):
+    if "bfloat16" in kinds:
+        pytest.importorskip("ml_dtypes")
+    rng = np.random.default_rng(0)
+    numbers = [rng.integers(-2, 3, size=(2, 4, n, 3)) for n in (5, 7, 7)]
+    given = [x.astype(kind) for x, kind in zip(numbers, kinds.split(), strict=True)]
+    options = {"causal": False, "right_slopes": [0.1] * 4, "return_lse": True}
+    out, lse = cpu.attention(*given, **options)
+    expected, expected_lse = linbias.attention(*numbers, **options)
+    assert out.dtype == expected_dtype
+    np.testing.assert_allclose(out.astype(float), expected, atol=allowed)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6 if allowed > 1e-13 else 1e-13)
+
+
+PLACED_NAMES = """filled-cache right-padding gaps-asymmetric range-per-head
+range-per-head-symmetric start-symmetric hidden-left-past-the-keys slopes-per-batch
+long-range-per-head long-cache-per-head no-queries no-keys no-batch"""
+
+
+@pytest.mark.parametrize("name", PLACED_NAMES.split())
 def test_numpy_arrays_stand_where_they_are_placed(name):
     case = by_name(name)
     inputs = make_inputs(case)
-    out, lse = cpu.attention(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.left,
-        right_slopes=inputs.right,
-        causal=case.causal,
-        **case.placement,
-        return_lse=True,
-    )
+    sides = {"right_slopes": inputs.right, "causal": case.causal}
+    given = inputs.q, inputs.k, inputs.v, inputs.left
+    out, lse = cpu.attention(*given, **sides, **case.placement, return_lse=True)
     truth, _ = true_attention(inputs, case)
     np.testing.assert_allclose(out, truth["out"], atol=1e-12)
     np.testing.assert_allclose(lse, truth["lse"], rtol=1e-13, atol=1e-12)
 
 
 def test_batch_axes_may_be_none_or_several():
-    case = by_name("range-per-head", B=6, key_range=None)
-    q, k, v = arrays(case)
+    q, k, v = arrays("range-per-head", B=6, key_range=None)
     left = np.linspace(0.1, 1, 36, dtype=np.float32).reshape(6, 6)
     starts = np.arange(6) * 3 - 5
     ranges = np.array([[[i, 6 + i], [0, 11], [2, 3]] for i in range(6)], np.int32)
     placed = {"key_range": ranges, "query_start": starts}
     expected, lse = cpu.attention(q, k, v, left, **placed, return_lse=True)
-    several = [x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v, ranges, starts)]
-    out, several_lse = cpu.attention(
-        *several[:3], left, key_range=several[3], query_start=several[4], return_lse=True
+    q2, k2, v2, ranges2, starts2 = (
+        x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v, ranges, starts)
     )
-    np.testing.assert_array_equal(out, expected.reshape(2, 3, *expected.shape[1:]))
-    np.testing.assert_array_equal(several_lse, lse.reshape(2, 3, *lse.shape[1:]))
+    placed2 = {"key_range": ranges2, "query_start": starts2}
+    out, lse2 = cpu.attention(q2, k2, v2, left, **placed2, return_lse=True)
+    np.testing.assert_array_equal(out, expected.reshape(out.shape))
+    np.testing.assert_array_equal(lse2, lse.reshape(lse2.shape))
     for b in range(6):
         alone = cpu.attention(
             q[b], k[b], v[b], left[b], key_range=ranges[b], query_start=int(starts[b])
@@ -174,53 +164,22 @@ def test_batch_axes_may_be_none_or_several():
     np.testing.assert_array_equal(one_for_all, in_a_batch[0])
 
 
-def test_integers_and_mixed_dtypes_are_taken_as_the_definition_takes_them():
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.integers(-2, 3, size=(2, 4, n, 3)) for n in (5, 7, 7))
-    out, lse = cpu.attention(q, k, v, return_lse=True)
-    expected = linbias.attention(q, k, v)
-    assert out.dtype == expected.dtype == lse.dtype == np.float64
-    np.testing.assert_allclose(out, expected, atol=1e-14)
-    mixed = cpu.attention(q.astype(np.float32), k, v.astype(np.float16))
-    assert mixed.dtype == np.float32
-    np.testing.assert_allclose(mixed, expected, atol=1e-6)
-    narrow = cpu.attention(q.astype(np.float16), k.astype(np.float32), v.astype(np.float16))
-    assert narrow.dtype == np.float16
-    np.testing.assert_allclose(narrow, expected, atol=1e-3)
-    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
-    out = cpu.attention(*(x.astype(bfloat16) for x in (q, k, v)))
-    assert out.dtype == bfloat16
-    np.testing.assert_allclose(out.astype(float), expected, atol=2e-2)
-
-
-ONES = {"q": np.ones((2, 4, 5, 3)), "k": np.ones((2, 2, 7, 3)), "v": np.ones((2, 2, 7, 3))}
+ONES = np.ones((1, 2, 3, 4))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "words"),
+    ("options", "words"),
     [
-        (dict(q=np.ones((2, 4, 5, 3), complex)), TypeError, "attention: q must hold real numbers, got complex128"),
-        (dict(k=np.ones((7, 3))), ValueError, r"k must have at least 3 axes, heads, length, size, got \[7, 3\]"),
-        (dict(v=np.ones((2, 7, 3))), ValueError, r"v has batch axes \[\] but q has \[2\]"),
-        (dict(num_threads=0), ValueError, "num_threads must be at least 1, got 0"),
-        (dict(slopes=[1.0, -1.0, 1.0, 1.0]), ValueError, r"slopes must be at least 0 \(or inf\), got -1"),
-        (dict(right_slopes=[1.0] * 4), ValueError, "right_slopes contradicts causal=True"),
-        (dict(key_range=[[0.0, 1.0]] * 2), TypeError, "key_range must hold integers, got float64"),
-        (dict(key_range=[[0, 7]] * 3), ValueError, r"key_range must have shape \[B, 2\] = \[2, 2\] or .*, got \[3, 2\]"),
-        (dict(key_range=[[0, 7], [3, 8]]), ValueError, r"0 <= first <= end <= S = 7, got \[3, 8\] in batch row 1"),
-        (dict(query_start=[0]), ValueError, r"query_start must have shape \[B\] = \[2\], got \[1\]"),
-        (dict(query_start=[0, 2**31]), ValueError, "query_start must be within 2\\^30 of key 0, got 2147483648 in batch row 1"),
+        ({"num_threads": 0}, "num_threads must be at least 1, got 0"),
+        # The rules of `linbias.attention`, each of which has a row in test_errors.py.
+        ({"right_slopes": [1.0] * 2}, "right_slopes contradicts causal=True"),
+        ({"slopes": [1.0, -1.0]}, r"slopes must be at least 0 \(or inf\), got -1"),
+        ({"key_range": [[0, 5]]}, r"0 <= first <= end <= S = 3, got \[0, 5\] in batch row 0"),
     ],
-)  # fmt: skip
-def test_the_numpy_front_end_says_what_is_wrong(arguments, kind, words):
-    with pytest.raises(kind, match=words):
-        cpu.attention(**(ONES | arguments))
-
-
-def test_either_byte_order_is_read_rightly():
-    q, k, v = arrays()
-    swapped = [x.astype(x.dtype.newbyteorder()) for x in (q, k, v)]
-    np.testing.assert_array_equal(cpu.attention(*swapped), cpu.attention(q, k, v))
+)
+def test_the_numpy_front_end_says_what_is_wrong(options, words):
+    with pytest.raises(ValueError, match=words):
+        cpu.attention(ONES, ONES, ONES, **options)
 
 
 def test_any_strides_are_read_rightly():
@@ -230,6 +189,7 @@ def test_any_strides_are_read_rightly():
     odd = np.frombuffer(b"x" + v.tobytes(), np.uint8)[1:].view(np.uint8)
     misaligned = np.ndarray(v.shape, v.dtype, odd.data)
     for q2, k2, v2 in (
+        [x.astype(x.dtype.newbyteorder()) for x in (q, k, v)],
         (q[..., ::-1][..., ::-1], k, v),
         (q[:, :, ::-1], k[:, :, ::-1], v[:, :, ::-1]),  # negative
         (np.asfortranarray(q), k.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3), v),
@@ -310,7 +270,7 @@ def test_threads_are_as_many_as_the_work_is_worth(T, S, awake, asleep):
 
 
 def test_several_python_threads_may_call_at_once():
-    q, k, v = arrays(by_name("long"))
+    q, k, v = arrays("long")
     expected = cpu.attention(q, k, v, num_threads=2)
     results = [None] * 4
 
@@ -334,7 +294,7 @@ def test_a_fork_after_threads_can_call_on(monkeypatch):
     monkeypatch.setattr(core, "_WORK_PER_AWAKE_THREAD", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    q, k, v = map(torch.from_numpy, arrays(by_name("long")))
+    q, k, v = map(torch.from_numpy, arrays("long"))
     calls = (
         lambda: linbias.torch.attention(q, k, v, implementation="cpu"),
         lambda: torch.from_numpy(cpu.attention(*(x.numpy() for x in (q, k, v)), num_threads=2)),
@@ -359,15 +319,13 @@ def test_too_large_a_call_is_a_memory_error_and_no_crash():
 
 def test_what_it_cannot_run_is_said_and_passed_over():
     q = torch.ones(1, 1, 3, 257)
-    with pytest.raises(
-        NotImplementedError, match="cpu cannot run this call: head sizes go up to 256, got 257"
-    ):
-        attention(q, q, q, implementation="cpu")
-    assert linbias.torch.attention(q, q, q).shape == q.shape
-    with pytest.raises(NotImplementedError, match="head sizes go up to 256, got 257"):
-        linbias.torch.attention(q[..., :4], q[..., :4], q, implementation="cpu")
+    words = "cpu cannot run this call: head sizes go up to 256, got 257"
+    for arrays in ((q, q, q), (q[..., :4], q[..., :4], q)):
+        with pytest.raises(NotImplementedError, match=words):
+            attention(*arrays, implementation="cpu")
     with pytest.raises(NotImplementedError, match="head sizes go up to 256"):
-        cpu.attention(*(q.numpy() for _ in range(3)))
+        cpu.attention(*[q.numpy()] * 3)
+    assert attention(q, q, q).shape == q.shape
 
 
 def test_without_the_compiled_core_the_reason_is_stated(monkeypatch):

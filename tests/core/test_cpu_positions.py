@@ -1,4 +1,4 @@
-"""The compiled core where keys stand at given positions: the contract, on every target, and NumPy's front end."""
+"""The compiled core where keys stand at given positions, on every target and for NumPy."""
 
 from itertools import product
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import linbias
-from cases import PLACED_CASES, long, make_inputs, short
+from cases import PLACED_CASES, long, short
 from contract import check_case, check_certificate_holds, check_results, expected, rows
 from linbias import cpu
 from linbias.kernels import core
@@ -15,7 +15,9 @@ from positions import PLACED, Placed
 from test_torch import DTYPES, TorchSubject
 
 pytestmark = pytest.mark.skipif(core.target() is None, reason="the core is not compiled here")
-ON_EVERY_TARGET = "stamps-alike gaps-long-symmetric resets-long-asymmetric gates-long-dropout"
+ON_EVERY_TARGET = (
+    "stamps-alike gaps-long-symmetric resets-long-asymmetric gates-long-dropout".split()
+)
 
 
 @pytest.fixture
@@ -37,15 +39,9 @@ def test_positions_keep_the_contract(case, dtype):
 
 @pytest.mark.parametrize(
     ("case", "dtype", "target"),
-    rows(
-        lambda case, dtype, target: (
-            dtype in ("float32", "bfloat16")
-        ),  # others go one way everywhere
-        *product(
-            (case for case in PLACED_CASES if case.name in ON_EVERY_TARGET.split()),
-            DTYPES,
-            core.targets(),
-        ),
+    rows(  # other types go one way everywhere
+        lambda case, dtype, target: dtype in ("float32", "bfloat16"),
+        *product([c for c in PLACED_CASES if c.name in ON_EVERY_TARGET], DTYPES, core.targets()),
     ),
 )
 def test_positions_keep_the_contract_on_every_target(case, dtype, target, forced_target):
@@ -67,34 +63,19 @@ def test_the_certificate_holds_at_positions(case):
     check_certificate_holds(TorchSubject("cpu"), case, 1e-2)
 
 
-@pytest.mark.parametrize("call", PLACED, ids=str)
-def test_numpy_arrays_take_positions(call: Placed):
-    out, lse = cpu.attention(*call.arrays, **call.given, return_lse=True)
-    expected_out, expected_lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
-    np.testing.assert_allclose(out, expected_out, atol=1e-12)
-    np.testing.assert_allclose(lse, expected_lse, atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize("call", [call for call in PLACED if "far" in call.name], ids=str)
-def test_numpy_queries_far_from_all_keys_lose_no_digits_in_float32(call: Placed):
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        *((call, "float64") for call in PLACED),
+        *((call, "float32") for call in PLACED if "far" in call.name),
+    ],
+    ids=str,
+)
+def test_numpy_arrays_take_positions_and_lose_no_digits(call: Placed, dtype):
     q, k, v, slopes = call.arrays
-    narrow = [x.astype(np.float32) for x in (q, k, v)]
-    out, lse = cpu.attention(*narrow, slopes, **call.given, return_lse=True)
-    expected_out, expected_lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
-    np.testing.assert_allclose(out, expected_out, atol=5e-6)
-    np.testing.assert_allclose(lse, expected_lse, atol=5e-6, rtol=1e-6)
-
-
-def test_far_keys_are_left_out_by_where_they_stand():
-    case = next(case for case in PLACED_CASES if case.name == "gates-long")
-    inputs = make_inputs(case, "float32")
-    q, k, v, x, xq = (
-        torch.tensor(y)
-        for y in (inputs.q, inputs.k, inputs.v, inputs.positions, inputs.query_positions)
-    )
-    options = {"query_positions": xq, "implementation": "cpu", "tolerance": 1e-6}
-    kept = [
-        linbias.torch.visited(q, k, v, [slope] * case.H, positions=x, **options).work_kept.max()
-        for slope in (0.0, 1.0, 8.0)
-    ]
-    assert kept[0] == 1 and kept[2] < 0.3 and kept[2] < kept[1]
+    narrow = [x.astype(dtype) for x in (q, k, v)]
+    allowed = {"float64": 1e-12, "float32": 5e-6}[dtype]
+    results = cpu.attention(*narrow, slopes, **call.given, return_lse=True)
+    expected_results = linbias.attention(*call.arrays, **call.given, return_lse=True)
+    for ours, true in zip(results, expected_results, strict=True):
+        np.testing.assert_allclose(ours, true, atol=allowed, rtol=allowed)

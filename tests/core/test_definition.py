@@ -6,17 +6,11 @@ import numpy as np
 import pytest
 
 import linbias
-from cases import Case, make_inputs, short
-from chapter import HEADS, OUTPUT, numbers
+from cases import CASES, PLACED_CASES, Case, make_inputs, short
+from linbias.example import TOKENS, K, Q, V
 from truth import true_attention
 
 INF = np.inf
-
-# The book chapter's example, "The cat sat on mat": width 4, 2 heads of size 2.
-TOKENS = ["The", "cat", "sat", "on", "mat"]
-Q = [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]
-K = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
-V = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]
 
 
 def heads(rows) -> np.ndarray:
@@ -25,23 +19,6 @@ def heads(rows) -> np.ndarray:
 
 def chapter(slopes=(0.5, 0.25), **options) -> linbias.Explanation:
     return linbias.explain(heads(Q), heads(K), heads(V), slopes, **{"causal": False} | options)
-
-
-def test_chapter_weights():
-    head_1, head_2, averaged = map(numbers, HEADS.split("\n\n"))
-    weight = chapter().weights
-    np.testing.assert_allclose(weight[0], head_1, atol=5.01e-5)
-    np.testing.assert_allclose(weight[1], head_2, atol=5.01e-5)
-    # The chapter averages before it rounds: one more unit of the last digit.
-    np.testing.assert_allclose(weight.mean(0), averaged, atol=6e-5)
-
-
-def test_chapter_output():
-    trace = chapter()
-    actual = trace.output.transpose(1, 0, 2).reshape(5, 4)
-    np.testing.assert_allclose(actual, numbers(OUTPUT), atol=5.01e-5)
-    direct = linbias.attention(heads(Q), heads(K), heads(V), [0.5, 0.25], causal=False)
-    np.testing.assert_array_equal(direct, trace.output)
 
 
 def test_the_chapters_own_layout_is_split_into_heads():
@@ -59,7 +36,10 @@ def test_the_chapters_own_layout_is_split_into_heads():
 
 
 def test_chapter_steps():
+    """Its weights and outputs: test_compat_chapter.py."""
     trace = chapter()
+    direct = linbias.attention(heads(Q), heads(K), heads(V), [0.5, 0.25], causal=False)
+    np.testing.assert_array_equal(direct, trace.output)
     raw = [[0, 1, 1, 0, 1], [2, 0, 2, 0, 0], [1, 1, 2, 0, 1], [0, 0, 0, 0, 0], [0, 1, 1, 0, 1]]
     scores = [
         [0.000, 0.207, -0.293, -1.500, -1.293],
@@ -74,71 +54,24 @@ def test_chapter_steps():
     np.testing.assert_allclose(trace.scaled[1, 0], [0, 0.707, 0, 0.707, 0.354], atol=5.01e-4)
     np.testing.assert_array_equal(trace.bias[1, 0], [0, -0.25, -0.5, -0.75, -1.0])
     np.testing.assert_allclose(trace.scores[1, 0], [0, 0.457, -0.5, -0.043, -0.646], atol=5.01e-4)
-    np.testing.assert_array_equal(
-        -linbias.bias([0.25], 5, 5)[0],
-        [[0, 0.25, 0.5, 0.75, 1], [0.25, 0, 0.25, 0.5, 0.75], [0.5, 0.25, 0, 0.25, 0.5],
-         [0.75, 0.5, 0.25, 0, 0.25], [1, 0.75, 0.5, 0.25, 0]],
-    )  # fmt: skip
 
 
-def test_chapter_exercise_1_sat_attends_to_itself():
-    weight = chapter().weights[0, 2]
-    np.testing.assert_allclose(weight, [0.1003, 0.1653, 0.5527, 0.0815, 0.1003], atol=5.01e-5)
-    assert weight.argmax() == 2
-
-
-def test_chapter_exercise_2_slope_zero_is_standard_attention():
-    weight = chapter(slopes=(0, 0)).weight
-    np.testing.assert_allclose(
-        weight[0, 0], [0.1237, 0.2509, 0.2509, 0.1237, 0.2509], atol=5.01e-5
-    )
-    np.testing.assert_allclose(weight[0, 3], 0.2)
-
-
-def test_chapter_exercise_3_the_causal_mask_makes_the_future_penalty_redundant():
-    causal = chapter(causal=True)
-    assert (causal.weights[:, np.triu(np.ones((5, 5)), 1) > 0] == 0).all()
-    masked = np.where(np.tri(5) > 0, chapter().scores, -INF)
-    weight = np.exp(masked) / np.exp(masked).sum(-1, keepdims=True)
-    np.testing.assert_allclose(causal.weights, weight)
-
-
-def test_chapter_exercise_4_other_schedules():
-    linear = (2 - np.arange(1, 3) + 1) / 2  # (H - h + 1) / H: 1, 1/2
-    steep = chapter(slopes=linear).weights[0, 0]
-    constant = chapter(slopes=(0.25, 0.25))
-    score = np.array([0, 2**-0.5, 2**-0.5, 0, 2**-0.5])
-    for weight, slope in ((steep, 1.0), (constant.weights[0, 0], 0.25)):
-        by_hand = np.exp(score - slope * np.arange(5))
-        np.testing.assert_allclose(weight, by_hand / by_hand.sum())
-    # With one slope for all, heads differ by content alone: the same bias in every head.
-    np.testing.assert_array_equal(constant.bias[0], constant.bias[1])
-
-
-def test_chapter_exercise_5_more_tokens_barely_move_the_old_rows():
-    """Five more tokens behind: under a causal mask the old rows keep their weights to the bit."""
-    rng = np.random.default_rng(0)
-    more = [np.concatenate([np.array(x, float), rng.normal(size=(5, 4))]) for x in (Q, K, V)]
-    q, k, v = (heads(x) for x in more)
-    longer = linbias.explain(q, k, v, [0.5, 0.25])
-    np.testing.assert_array_equal(longer.weights[:, :5, :5], chapter(causal=True).weights)
-    symmetric = linbias.explain(q, k, v, [0.5, 0.25], causal=False)
-    lost = 1 - symmetric.weights[0, :5, :5].sum(-1)
-    assert (np.diff(lost) > 0).sum() >= 3, "the nearer a row to the new tokens, the more they take"
-    np.testing.assert_allclose(
-        symmetric.weights[:, 0, :5] / symmetric.weights[:, 0, :5].sum(-1, keepdims=True),
-        chapter().weights[:, 0],
-    )
-
-
-def test_flax_document_bias():
-    distance = np.array([[0, 1, 2, 3], [1, 0, 1, 2], [2, 1, 0, 1], [3, 2, 1, 0]])
-    bias = linbias.bias(linbias.slopes(2, "geometric"), 4, 4)
-    np.testing.assert_array_equal(bias, [-0.0625 * distance, -0.00390625 * distance])
+@pytest.mark.parametrize(
+    ("slopes", "T", "S", "right", "expected"),
+    [
+        (0.25, 3, 3, None, [[0, -0.25, -0.5], [-0.25, 0, -0.25], [-0.5, -0.25, 0]]),
+        (1.0, 2, 4, INF, [[-2, -1, 0, -INF], [-3, -2, -1, 0]]),  # aligned at the lower right
+        (1.0, 4, 2, INF, [[-INF, -INF], [-INF, -INF], [0, -INF], [-1, 0]]),
+        (INF, 2, 3, 0.5, [[-INF, 0, -0.5], [-INF, -INF, 0]]),
+    ],
+)
+def test_biases_by_hand(slopes, T, S, right, expected):
+    bias = linbias.bias([slopes], T, S, None if right is None else [right])
+    np.testing.assert_array_equal(bias, [expected])
 
 
 def test_repository_faq_mask_gives_the_same_softmax():
-    """The authors' code adds slope * key index; softmax cannot tell, for the rows differ by a constant."""
+    """The authors' code adds slope * key index: the rows differ by a constant."""
     m = 0.00390625  # the FAQ prints 0.0039, 0.0078, 0.0117
     faq = np.where(np.tri(4) > 0, m * np.arange(4), -INF)
     np.testing.assert_allclose(faq[3], [0, 0.0039, 0.0078, 0.0117], atol=5e-5)
@@ -148,58 +81,19 @@ def test_repository_faq_mask_gives_the_same_softmax():
     np.testing.assert_array_equal(np.isinf(faq), np.isinf(ours))
 
 
-def test_annotated_implementation_weights_agree():
-    """a = softmax(q K + m [0 .. i-1]) = softmax(q K + m [-(i-1) .. 0]): the formula of the annotated page."""
-    q, k = np.random.default_rng(0).normal(size=(2, 1, 6, 4))
-    weight = linbias.explain(q, k, k, [0.3]).weights[0]
-    for i in range(6):
-        score = q[0, i] @ k[0, : i + 1].T / 2 + 0.3 * np.arange(i + 1)
-        np.testing.assert_allclose(weight[i, : i + 1], np.exp(score) / np.exp(score).sum())
+PLACES = ("positions", "query_positions")
+WRITTEN_TWICE = [case for case in short(CASES + PLACED_CASES) if not case.dropout]
 
 
-def test_directional_encoder_hides_one_side_of_each_half():
-    half = linbias.slopes(2)
-    bias = linbias.bias([*half, INF, INF], 4, 4, right_slopes=[INF, INF, *half])
-    assert (np.isinf(bias[:2]) == (np.tri(4).T - np.eye(4) > 0)).all()
-    assert (np.isinf(bias[2:]) == (np.tri(4) - np.eye(4) > 0)).all()
-    np.testing.assert_array_equal(bias[2:], bias[:2].transpose(0, 2, 1))
-
-
-def test_alignment_is_at_the_lower_right():
-    assert (
-        np.isfinite(linbias.bias([0.0], 2, 4, right_slopes=[INF])[0]) == [[1, 1, 1, 0], [1] * 4]
-    ).all()
-    assert (
-        np.isfinite(linbias.bias([0.0], 4, 2, right_slopes=[INF])[0])
-        == [[0, 0], [0, 0], [1, 0], [1, 1]]
-    ).all()
-
-
-def test_rows_without_a_key_are_zero_with_lse_minus_infinity():
-    out, lse = linbias.attention(
-        *np.ones((3, 1, 4, 2))[:1], *np.ones((2, 1, 2, 2)), return_lse=True
-    )
-    assert (out[0, :2] == 0).all() and (out[0, 2:] == 1).all()
-    assert np.isneginf(lse[0, :2]).all() and np.isfinite(lse[0, 2:]).all()
-
-
-def test_bias_never_rewards_the_future():
-    bias = linbias.bias([0.5], 5, 5)[0]
-    assert (bias <= 0).all()
-    np.testing.assert_array_equal(bias, bias.T)
-
-
-@pytest.mark.parametrize("case", [c for c in short() if not c.dropout], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", WRITTEN_TWICE, ids=str)
 def test_two_writings_of_the_definition_agree(case: Case):
-    """`linbias.attention` and tests/support/truth.py were written apart; every case that is not there for its tiles must agree, gradients too."""
+    """`linbias.attention` and tests/support/truth.py were written apart."""
     inputs = make_inputs(case)
     truth, gradients = true_attention(inputs, case, np.longdouble)
-    options = {
-        "causal": case.causal,
-        "right_slopes": inputs.right,
-        "scale": case.scale,
-        **case.placement,
-    }
+    options = {"causal": case.causal, "right_slopes": inputs.right, "scale": case.scale}
+    options |= case.placement
+    if case.places:
+        options |= {name: getattr(inputs, name) for name in PLACES}
     arrays = (inputs.q, inputs.k, inputs.v, inputs.left)
     out, lse = linbias.attention(*arrays, **options, return_lse=True)
     seen = np.isfinite(truth["lse"])
@@ -212,6 +106,7 @@ def test_two_writings_of_the_definition_agree(case: Case):
     pairs += [(getattr(actual, f"d{n}"), gradients[n]) for n in "qkv"]
     if inputs.right is not None:
         pairs.append((actual.dright_slopes, gradients["right"]))
+    pairs += [(getattr(actual, f"d{n}"), gradients[n]) for n in PLACES if case.places]
     assert np.isneginf(lse[~seen]).all()
     for mine, theirs in pairs:
         size = np.abs(theirs).max(initial=1.0) * max(1.0, case.logits)

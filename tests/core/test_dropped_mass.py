@@ -1,7 +1,9 @@
-"""What may be left out, where the bound on it is attained: an error of the bound by a factor of two shows.
+"""What may be left out, where the bound on it is attained: an error of the bound by a factor of
+two shows.
 
-Random keys come nowhere near the bound, which has to think of the worst: all unread keys as long as the longest, and
-aligned with the query. Here they are. So the mass that is missing, read off lse, lies just below the tolerance.
+Random keys come nowhere near the bound, which has to think of the worst: all unread keys as long
+as the longest, and aligned with the query. Here they are. So the mass that is missing, read off
+lse, lies just below the tolerance.
 """
 
 import functools
@@ -24,11 +26,13 @@ from linbias.torch.call import prepare
 from linbias.torch.impl import blocked
 
 TOLERANCES = (0.2, 0.1, 0.07, 1e-3)
-# With steep slopes whole blocks are much: for some of these the last one that is read was hardly needed.
+# With steep slopes whole blocks are much: for some of these the last one that is read was hardly
+# needed.
 MANY = tuple(0.2 * 0.8**i for i in range(20))
 
 
-# Implementation; whether the result will be differentiated; whether the caller knows a bound on the norms.
+# Implementation; whether the result will be differentiated; whether the caller knows a bound on
+# the norms.
 WAYS = [
     ("blocked", False, False),
     ("cpu", True, False),
@@ -55,11 +59,12 @@ def lse_of_torch(
 def test_the_mass_that_is_missing_lies_just_below_the_tolerance(
     implementation, gradients, bounded, pattern
 ):
-    """One row, which the compiled core may decode from parts of the cache, and tiles; float32 and float64."""
+    """One row, which the compiled core may decode from parts of the cache, and tiles."""
 
     run = functools.partial(lse_of_torch, implementation, gradients, bounded)
     for dtype in (torch.float64, torch.float32):
-        # A decoded row has seen little when it decides how far to read: with flat slopes, of few keys and for a large tolerance.
+        # A decoded row has seen little when it decides how far to read: with flat slopes, of few
+        # keys and for a large tolerance.
         for T, S in ((1, 2000 if pattern == "flat" else 9000), (70, 6000)):
             least = {"far": -1, "flat": 0.05, "steep": 0.4}.get(pattern, 0.5)
             tiles = implementation == "cpu" and (T > 1 or gradients)
@@ -83,9 +88,8 @@ def test_the_mass_that_is_missing_at_given_positions_lies_just_below_the_toleran
             # A decoded row knows what unread keys weigh together to a factor of 2.
             least = 0.5 if T > 1 or gradients else 0.25
             for sides in (1, 2):
-                check_where_attained(
-                    functools.partial(run, dtype=dtype), "equal", T, S, sides, least, MANY, places=places
-                )  # fmt: skip
+                of_dtype, sizes = functools.partial(run, dtype=dtype), (T, S, sides)
+                check_where_attained(of_dtype, "equal", *sizes, least, MANY, places=places)
 
 
 @pytest.mark.parametrize("pattern", ("equal", "steep", "flat", "far"))
@@ -141,9 +145,11 @@ def test_without_a_slope_jax_reads_every_key():
 
 
 def large_scores(seed: int, T: int = 1) -> tuple[np.ndarray, ...]:
-    """q [1, 1, T, 256], k, v [1, 1, 4096, ...] with scores of a million, whose rounding in float32 is no small factor.
+    """q [1, 1, T, 256], k, v [1, 1, 4096, ...] with scores of a million, whose rounding in float32
+    is no small factor.
 
-    Keys are alike, and such that their mean is exact: nothing but its allowance for rounding enlarges the bound.
+    Keys are alike, and such that their mean is exact: nothing but its allowance for rounding
+    enlarges the bound.
     """
     rng = np.random.default_rng(seed)
     key = np.round(150 * rng.normal(size=256))

@@ -1,4 +1,4 @@
-"""What notebooks show of an explanation: the numbers, tokens as text, nothing that runs or is loaded."""
+"""What notebooks show of an explanation: numbers, tokens as text, nothing that runs."""
 
 import base64
 import io
@@ -66,7 +66,7 @@ def test_tokens_are_text_and_nothing_runs_or_is_loaded():
     tokens = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "&amp;", "a\n\u202eb"]
     page = Page(linbias.explain(ones, ones, ones, tokens=tokens)._repr_html_())
     assert set(page.elements) <= {
-        *("div", "style", "p", "table", "caption", "thead", "tbody", "tr", "th", "td", "bdi"),
+        *("div", "style", "p", "table", "caption", "thead", "tbody", "tr", "th", "td", "bdi")
     }
     assert page.tables[0][0][1:] == [*tokens[:3], "a\\n\\u202eb"]
     assert {name for name, _ in page.attributes} == {"class", "style", "scope", "title"}

@@ -1,4 +1,4 @@
-"""What a part says when a package that it needs is absent, too old, or not released for this Python."""
+"""What a part says when a package that it needs is absent, too old, or not released."""
 
 import sys
 from importlib import metadata
@@ -10,7 +10,7 @@ from linbias import _extras
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Pretend that pyproject.toml asks for lines, and that packages have versions; None: not installed."""
+    """Pretend that pyproject.toml asks for lines, and packages have versions; None: absent."""
 
     def pretend(asked, **versions):
         _extras._asked_of.cache_clear()
@@ -23,6 +23,7 @@ def installed(monkeypatch):
     _extras._asked_of.cache_clear()
 
 
+INSTALL = "pip install 'linbias[sky]'"
 ASKED = [
     'moonlight>=9; extra == "sky"',
     'moon>=2.11; extra == "sky"',
@@ -38,11 +39,13 @@ ASKED = [
         ({"moon": "2.11.0a0+git1"}, None),
         ({"moon": "10.1+cpu"}, None),
         ({"unknown": "0.1"}, None),
-        ({"moon": "2.9.1+cpu"}, "linbias.moon needs moon 2.11 or later, and 2.9.1+cpu is installed: pip install 'linbias[sky]'"),
-        ({"moon": None}, "linbias.moon needs moon, which is not installed: pip install 'linbias[sky]'"),
-        ({"moon": None, "sun": None}, "linbias.moon needs moon, sun, which are not installed: pip install 'linbias[sky]'"),
-        ({"stars": None}, f"linbias.moon needs stars, which is not installed; stars had no release for Python 3.{sys.version_info.minor} "
-                          "when this linbias was made: take an older Python, or try pip install stars"),
+        ({"moon": "2.9.1+cpu"},
+         f"needs moon 2.11 or later, and 2.9.1+cpu is installed: {INSTALL}"),
+        ({"moon": None}, f"needs moon, which is not installed: {INSTALL}"),
+        ({"moon": None, "sun": None}, f"needs moon, sun, which are not installed: {INSTALL}"),
+        ({"stars": None}, "needs stars, which is not installed; stars had no release for Python"
+         f" 3.{sys.version_info.minor} when this linbias was made: take an older Python,"
+         " or try pip install stars"),
     ],
 )  # fmt: skip
 def test_what_a_part_says_of_its_packages(installed, versions, expected):
@@ -51,7 +54,7 @@ def test_what_a_part_says_of_its_packages(installed, versions, expected):
         return _extras.require("linbias.moon")
     with pytest.raises(ImportError) as error:
         _extras.require("linbias.moon")
-    assert str(error.value) == expected
+    assert str(error.value) == f"linbias.moon {expected}"
     assert isinstance(error.value, ModuleNotFoundError) == (None in versions.values())
 
 

@@ -39,16 +39,10 @@ def test_access_within_the_arguments_is_free(sizes, n):
 @pytest.mark.parametrize("sizes", ((12, 16), (16, 12)))
 def test_access_beyond_the_arguments_is_an_error(sizes):
     x, y = (torch.ones(100)[10 : 10 + size] for size in sizes)  # inside a larger allocation
-    with (
-        repaired(),
-        pytest.raises(triton.runtime.errors.InterpreterError, match="1 of 13 addresses"),
-    ):
-        double[1,](x, y, 13)
-    with (
-        repaired(),
-        pytest.raises(triton.runtime.errors.InterpreterError, match="1 of 13 addresses"),
-    ):
-        double[1,](n=13, X=x, Y=y)
+    for given, named in (((x, y, 13), {}), ((), {"n": 13, "X": x, "Y": y})):
+        words = "1 of 13 addresses"
+        with repaired(), pytest.raises(triton.runtime.errors.InterpreterError, match=words):
+            double[1,](*given, **named)
 
 
 def test_bfloat16_rounds_and_multiplies_as_pytorch_does():

@@ -44,26 +44,10 @@ LAYERS = {
     "example": {"definition", "explain"} | ANYONE,
     "explore": {"example", "_matrix", "explain_html", "definition", "models", "lm"} | ANYONE,
     "doctor": {"torch", "jax", "kernels", "models", "_run"} | CORE | ANYONE,
-    "cli": {
-        *(
-            "lm",
-            "paper",
-            "models",
-            "data",
-            "_run",
-            "definition",
-            "_matrix",
-            "explain",
-            "example",
-            "explore",
-            "methods",
-            "schedules",
-        ),
-        "doctor",
-        "__version__",
-    },
+    "cli": set("""lm paper models data _run definition _matrix explain example explore methods
+        schedules doctor __version__""".split()),
     "__main__": {"cli"},
-}
+}  # fmt: skip
 IMPLEMENTATIONS = {
     *(f"linbias.torch.impl.{name}" for name in ("dense", "blocked", "cpu", "triton", "sdpa")),
     *(f"linbias.torch.points.{name}" for name in ("dense", "blocked", "cpu")),
@@ -99,11 +83,11 @@ def test_imports_run_one_way(path):
 
 
 def test_no_files_import_each_other_in_a_circle():
-    """Not by way of others either, nor inside of functions; what is imported for types alone does not run."""
-    files = {
-        ".".join(("linbias", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
-        for path in PACKAGE.rglob("*.py")
-    }  # fmt: skip
+    """Not by way of others either, nor inside of functions, but for types."""
+    files = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        files[".".join(parts).removesuffix(".__init__")] = path
     # What is imported is a file, or a name in one.
     needed = {
         name: {x if x in files else x.rpartition(".")[0] for x in imports(path, False)} - {name}
@@ -119,11 +103,20 @@ def test_implementations_never_import_each_other():
             assert not any(name.startswith(other) for other in IMPLEMENTATIONS - {module})
 
 
+def run(program: str) -> str:
+    """What a process of its own prints; a warning is an error."""
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 COLD_START = """
 import sys
+ABSENT = {"torch", "jax", "triton", "transformers", "datasets", "matplotlib", "typer", "rich"}
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"torch", "jax", "triton", "transformers", "datasets", "matplotlib", "typer", "rich"}:
+        if name.split(".")[0] in ABSENT:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())
 import linbias, numpy as np
@@ -134,26 +127,17 @@ print(linbias.explain(ones, ones, ones).table())
 
 
 def test_the_core_needs_numpy_only():
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", COLD_START],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "weight" in done.stdout
+    assert "weight" in run(COLD_START)
 
 
 def test_importing_linbias_loads_numpy_and_nothing_else_of_size():
-    code = "import numpy, sys; before = set(sys.modules); import linbias; print(*sorted(set(sys.modules) - before))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    foreign = {name.split(".")[0] for name in done.stdout.split()} - set(sys.stdlib_module_names)
+    before = "import numpy, sys; before = set(sys.modules); import linbias"
+    loaded = run(f"{before}; print(*sorted(set(sys.modules) - before))")
+    foreign = {name.split(".")[0] for name in loaded.split()} - set(sys.stdlib_module_names)
     assert foreign <= {"linbias", "numpy"}
 
 
-@pytest.mark.processes
-def test_submodules_load_when_they_are_named():
-    code = """
+NAMED = """
 import sys, numpy, linbias
 assert "linbias.cpu" not in sys.modules
 linbias.cpu.attention
@@ -165,20 +149,18 @@ try:
 except AttributeError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "module 'linbias' has no attribute 'tensorflow'"
 
 
 @pytest.mark.processes
-def test_each_front_end_loads_its_own_framework_only():
-    for own, other in (("jax", "torch"), ("torch", "jax")):
-        code = (
-            f"import sys, linbias.{own}; print({other!r} in sys.modules or 'flax' in sys.modules)"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        )
-        assert done.stdout.strip() == "False"
+def test_submodules_load_when_they_are_named():
+    assert run(NAMED) == "module 'linbias' has no attribute 'tensorflow'"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("own", "other"), [("jax", "torch"), ("torch", "jax")])
+def test_each_front_end_loads_its_own_framework_only(own, other):
+    program = f"import sys, linbias.{own}; print(not {{'flax', {other!r}}} & set(sys.modules))"
+    assert run(program) == "True"
 
 
 def test_public_names():
@@ -190,21 +172,12 @@ def test_public_names():
     shown = dir(linbias)
     assert {*linbias.__all__, "torch", "jax", "models", "lm", "explore", "cpu"} <= set(shown)
     assert not {"TYPE_CHECKING", "import_module", "transformers"} & set(shown)
-    with mock.patch(
-        "linbias._extras._is_installed", "torch".__ne__
-    ):  # help() loads all that is shown
+    # help() loads all that is shown.
+    with mock.patch("linbias._extras._is_installed", "torch".__ne__):
         assert not {"torch", "models", "lm"} & set(dir(linbias))
-    assert set(linbias.torch.__all__) == {
-        "Visited",
-        "attention",
-        "merge",
-        "visited",
-        "attention_points",
-        "attention_varlen",
-        "attention_weights",
-        "MultiheadAttention",
-        "replace_attention",
-    }
+    functions = """attention attention_points attention_varlen attention_weights merge visited
+        replace_attention"""
+    assert set(linbias.torch.__all__) == {*functions.split(), "MultiheadAttention", "Visited"}
     assert set(linbias.jax.__all__) == {"attention", "attention_weights", "bias", "merge"}
     assert linbias.jax.context_parallel.__all__ == ["attention", "needed_halo"]
 
@@ -217,4 +190,4 @@ def test_compat_loads_its_modules_when_they_are_named(name):
 
 def test_compat_has_no_other_modules():
     with pytest.raises(AttributeError, match=r"^module 'linbias.compat' has no attribute 'apex'$"):
-        linbias.compat.apex  # noqa: B018
+        _ = linbias.compat.apex

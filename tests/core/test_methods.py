@@ -1,4 +1,4 @@
-"""One record says all about a position method: adding one adds it everywhere, and everybody can tell their lines apart."""
+"""One record says all about a position method, and everybody can tell their lines apart."""
 
 import re
 import subprocess
@@ -15,7 +15,10 @@ from linbias.methods import DECODER, ENCODER, METHODS, WEIGHTS, methods_of
 ADD_A_METHOD = """
 import json, re, sys, types
 from linbias.methods import METHODS, Method
-METHODS["dummy"] = Method("dummy", "a dummy", "#123456", "#FEDCBA", "dummies.Dummy", ("decoder", "encoder"), linear=True, even="hidden_size")
+METHODS["dummy"] = Method(
+    "dummy", "a dummy", "#123456", "#FEDCBA", "dummies.Dummy", ("decoder", "encoder"),
+    linear=True, even="hidden_size",
+)
 
 import torch
 from typer.testing import CliRunner
@@ -34,7 +37,8 @@ sys.modules["linbias.models.decoder.dummies"] = types.ModuleType("linbias.models
 sys.modules["linbias.models.decoder.dummies"].Dummy = Dummy = type("Dummy", (Position,), {})
 
 for family, field in ((LinbiasForCausalLM, "position"), (LinbiasForMaskedLM, "encoder_position")):
-    config = LinbiasConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, **{field: "dummy"})
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = LinbiasConfig(**sizes, **{field: "dummy"})
     position = family(config).model.position
     assert type(position) is Dummy and position.causal == (field == "position")
 try:
@@ -48,7 +52,10 @@ for command in ("train", "extrapolate"):
     assert "dummy" in words, words
 
 settings = ExtrapolateSettings(methods=("dummy",), training=TrainSettings(steps=1))
-metrics = LanguageModelMetrics(steps=1, tokens=4, seconds=1.0, peak_memory_bytes=1, num_parameters=1, num_processes=1, loss=1.0)
+metrics = LanguageModelMetrics(
+    steps=1, tokens=4, seconds=1.0, peak_memory_bytes=1, num_parameters=1, num_processes=1,
+    loss=1.0,
+)
 training = TrainingRecord("dummy", 4, 0, metrics, date="today")
 tested = tuple(record("dummy", n, 3.0) for n in (4, 16))
 results = ExtrapolationResults({}, settings, (training,), tested)
@@ -80,16 +87,22 @@ def test_a_method_is_added_by_its_class_and_its_record():
 
 
 GROUNDS = {"colour": ("#FFFFFF", "#FAF8F3"), "dark": ("#16181C", "#171613")}  # report, explorer
-# How the three kinds of colour blindness see linear sRGB: Machado, Oliveira and Fernandes, 2009, at full strength.
+# How the three kinds of colour blindness see linear sRGB: Machado, Oliveira and Fernandes, 2009,
+# at full strength.
 SIGHT = {
     "all colours": np.eye(3),
-    "no red": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
-    "no green": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
-    "no blue": np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]),
+    "no red": [0.152286, 1.052583, -0.204868,
+               0.114503, 0.786281, 0.099216, -0.003882, -0.048116, 1.051998],
+    "no green": [0.367322, 0.860646, -0.227968,
+                 0.280085, 0.672501, 0.047413, -0.011820, 0.042940, 0.968881],
+    "no blue": [1.255528, -0.076749, -0.178779,
+                -0.078411, 0.930809, 0.147602, 0.004733, 0.691367, 0.303900],
 }  # fmt: skip
 # Linear sRGB to OKLab, in two steps around a cube root: Ottosson, 2020.
-CONES = np.array([[0.412221, 0.536333, 0.051446], [0.211903, 0.680700, 0.107397], [0.088302, 0.281719, 0.629979]])  # fmt: skip
-OKLAB = np.array([[0.210454, 0.793618, -0.004072], [1.977998, -2.428592, 0.450594], [0.025904, 0.782772, -0.808676]])  # fmt: skip
+CONES = [0.412221, 0.536333, 0.051446, 0.211903, 0.680700, 0.107397, 0.088302, 0.281719, 0.629979]
+OKLAB = [0.210454, 0.793618, -0.004072, 1.977998, -2.428592, 0.450594,
+         0.025904, 0.782772, -0.808676]  # fmt: skip
+CONES, OKLAB = (np.reshape(matrix, (3, 3)) for matrix in (CONES, OKLAB))
 
 
 def linear(colour: str) -> np.ndarray:
@@ -98,7 +111,7 @@ def linear(colour: str) -> np.ndarray:
 
 
 def seen(colour: str, sight: np.ndarray) -> np.ndarray:
-    return OKLAB @ np.cbrt(CONES @ np.clip(sight @ linear(colour), 0, 1))
+    return OKLAB @ np.cbrt(CONES @ np.clip(np.reshape(sight, (3, 3)) @ linear(colour), 0, 1))
 
 
 @pytest.mark.parametrize("field", GROUNDS)

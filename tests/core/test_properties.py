@@ -15,11 +15,11 @@ SLOPE = st.one_of(st.just(0.0), st.floats(1e-8, 1e3), st.just(float("inf")))
 
 
 @st.composite
-def calls(draw, longest: int = 400):
+def calls(draw):
     """q, k, v in float64 and the slopes of both sides."""
     H, G = draw(HEADS)
     B, D, E = draw(st.tuples(*[st.integers(1, n) for n in (2, 9, 5)]))
-    T, S = draw(st.tuples(st.integers(1, longest), st.integers(1, longest)))
+    T, S = draw(st.tuples(st.integers(1, 400), st.integers(1, 400)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     size = draw(st.sampled_from([0.0, 1.0, 30.0]))
     q, k, v = (
@@ -38,7 +38,6 @@ def test_equals_the_reference(implementation, call, causal):
     out, lse = linbias.torch.attention(
         q, k, v, left, **sides, implementation=implementation, return_lse=True
     )
-    sides = {name: x if name == "causal" else np.asarray(x) for name, x in sides.items()}
     expected, expected_lse = linbias.attention(q, k, v, left, **sides, return_lse=True)
     np.testing.assert_allclose(out, expected, atol=1e-11)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-11, rtol=1e-12)
@@ -62,77 +61,3 @@ def test_future_keys_do_not_change_past_rows(implementation, call, cut):
         whole_tiles = rows // 256 * 256
         assert torch.equal(run()[:, :, :whole_tiles], before[:, :, :whole_tiles])
         torch.testing.assert_close(run()[:, :, :rows], before[:, :, :rows])
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@given(call=calls(longest=60))
-def test_decoding_step_by_step_equals_the_full_forward(implementation, call):
-    q, k, v, left, _ = call
-    length = min(q.shape[2], k.shape[2])
-    q, k, v = q[:, :, :length], k[:, :, :length], v[:, :, :length]
-    full = linbias.torch.attention(q, k, v, left, implementation=implementation)
-    steps = [
-        linbias.torch.attention(
-            q[:, :, t : t + 1],
-            k[:, :, : t + 1],
-            v[:, :, : t + 1],
-            left,
-            implementation=implementation,
-        )
-        for t in range(length)
-    ]
-    torch.testing.assert_close(torch.cat(steps, dim=2), full)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@given(call=calls(), seed=st.integers(0, 100))
-def test_permuting_batch_and_heads_permutes_the_output(implementation, call, seed):
-    q, k, v, left, right = call
-    H, G = q.shape[1], k.shape[1]
-    generator = torch.Generator().manual_seed(seed)
-    groups = torch.randperm(G, generator=generator)
-    heads = (groups[:, None] * (H // G) + torch.arange(H // G)).flatten()
-    rows = torch.randperm(q.shape[0], generator=generator)
-    run = linbias.torch.attention
-    options = {"causal": False, "implementation": implementation}
-    out = run(q, k, v, left, right_slopes=right, **options)
-    q, k, v = (x[rows][:, order] for x, order in ((q, heads), (k, groups), (v, groups)))
-    permuted = run(q, k, v, left[heads], right_slopes=right[heads], **options)
-    torch.testing.assert_close(permuted, out[rows][:, heads])
-
-
-@given(call=calls())
-def test_outputs_lie_between_the_smallest_and_largest_value(call):
-    q, k, v, left, right = call
-    out, lse = linbias.torch.attention(
-        q, k, v, left, causal=False, right_slopes=right, return_lse=True
-    )
-    seen = torch.isfinite(lse)
-    low, high = (x.repeat_interleave(q.shape[1] // v.shape[1], 1) for x in (v.amin(2), v.amax(2)))
-    assert (out >= low[:, :, None] - 1e-12)[seen].all()
-    assert (out <= high[:, :, None] + 1e-12)[seen].all()
-
-
-@given(H=st.integers(1, 6), T=st.integers(1, 50), S=st.integers(1, 50), more=st.integers(1, 50))
-def test_shifting_all_positions_changes_nothing(H, T, S, more):
-    """Keys hidden in front move every position; nothing depends on where counting begins."""
-    q, k, v = (torch.randn(1, H, n, 3, dtype=torch.float64) for n in (T, S, S))
-    out = linbias.torch.attention(q, k, v, causal=False)
-    pad = torch.randn(1, H, more, 3, dtype=torch.float64)
-    shifted = linbias.torch.attention(
-        q,
-        torch.cat([pad, k], 2),
-        torch.cat([pad, v], 2),
-        causal=False,
-        key_range=torch.tensor([[more, more + S]]),
-    )
-    torch.testing.assert_close(shifted, out)
-
-
-@given(steeper=st.floats(1.0, 100.0), T=st.integers(2, 60))
-def test_a_steeper_slope_never_moves_weight_farther_when_scores_are_equal(steeper, T):
-    zeros = np.zeros((1, T, 2))
-    flat, steep = (
-        linbias.explain(zeros, zeros, zeros, [0.01 * s]).weights[0, -1] for s in (1, steeper)
-    )
-    assert (np.cumsum(steep[::-1]) >= np.cumsum(flat[::-1]) - 1e-12).all()

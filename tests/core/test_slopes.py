@@ -24,7 +24,8 @@ def test_paper_schedule_is_the_authors_rule(n_heads):
 
 def test_published_lists():
     assert linbias.slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
-    # The list that the annotated PyTorch implementation prints for 12 heads: eight, then the odd ones of 16.
+    # The list that the annotated PyTorch implementation prints for 12 heads: eight, then the odd
+    # ones of 16.
     twelve = [2.0**-i for i in range(1, 9)] + [2.0**-x for x in (0.5, 1.5, 2.5, 3.5)]
     np.testing.assert_allclose(linbias.slopes(12), twelve, rtol=1e-15)
     # The Flax exercise: two heads, and eight rounded to four digits.

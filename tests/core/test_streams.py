@@ -1,4 +1,4 @@
-"""What a cache may drop: windows from weights against a search for the worst input, and the ledger against hostile keys."""
+"""What a cache may drop: windows from weights, and the ledger against hostile keys."""
 
 import math
 
@@ -28,7 +28,7 @@ KINDS = ("random", "biased", "bias alone", "alike", "opposed", "one direction")
 
 
 def worst_input(F, G, f, radius, scale, seed=0):
-    """By gradient steps from random starts: the lead that was reached, and the two normed inputs that reach it."""
+    """By gradient steps: the lead that was reached, and the two normed inputs that reach it."""
     rng = np.random.default_rng(seed)
     C, b = scale * F.T @ G, scale * G.T @ f
 
@@ -85,7 +85,7 @@ def test_the_lead_holds_for_what_a_layer_norm_makes():
 
 @pytest.mark.parametrize("slope", [0.5, 2**-4, 2**-8])
 def test_the_window_of_a_lead_is_enough_and_not_too_long(slope):
-    """The worst text: far keys that all lead by as much as a key can, and nothing but the own key nearby."""
+    """The worst text: far keys that all lead by as much as a key can, nothing else nearby."""
     for lead in (0.0, 3.0, 40.0):
         window = window_of_lead(lead, slope, tolerance=TOLERANCE)
         distance = np.arange(window, window + 60 / slope)
@@ -114,14 +114,8 @@ def hostile(kind, N=700, D=8, seed=0):
     return q, k
 
 
-HOSTILE = (
-    "random",
-    "offset",
-    "one huge key",
-    "alike, along the last query",
-    "growing queries",
-    "growing keys",
-)
+HOSTILE = ["random", "offset", "one huge key", "alike, along the last query"]
+HOSTILE += ["growing queries", "growing keys"]
 
 
 @pytest.mark.parametrize("scale", [0.35, -0.35])
@@ -143,9 +137,10 @@ def test_the_ledger_never_says_less_than_what_is_missing(kind, slope, scale):
             assert (missing <= bound + 1e-9).all()
 
 
-def test_keys_in_parts_are_as_keys_at_once():
-    _, k = hostile("random")
-    whole, parts = (Dropped(0.1, np.ones(8), scale=0.3) for _ in range(2))
+def test_keys_in_parts_are_as_keys_at_once_and_the_center_is_kept():
+    k, center = hostile("random")[1], np.ones(8)
+    whole, parts = (Dropped(0.1, x, scale=0.3) for x in (np.ones(8), center))
+    center[:] = 0.0
     whole.add(k[:300], first=0)
     for first in range(0, 300, 50):
         parts.add(k[first : first + 50], first)
@@ -154,7 +149,7 @@ def test_keys_in_parts_are_as_keys_at_once():
 
 
 def test_keys_that_left_long_ago_have_decayed_by_all_of_their_distance():
-    """A query of length 0 sees the biases alone, and the ledger says what is missing to the last digit."""
+    """A query of length 0 sees the biases alone: the ledger is right to the last digit."""
     slope, rows = 2**-7, np.array([1099, 4000])
     gone = Dropped(slope, np.zeros(8), scale=1.0)
     gone.add(np.ones((50, 8)), first=0)
@@ -162,16 +157,6 @@ def test_keys_that_left_long_ago_have_decayed_by_all_of_their_distance():
     left = np.concatenate([np.arange(50), np.arange(1050, 1060)])
     truth = np.logaddexp.reduce(-slope * (rows[:, None] - left), axis=1)
     np.testing.assert_allclose(gone.bound(np.zeros((2, 8)), np.zeros(2), rows), truth, rtol=1e-12)
-
-
-def test_the_ledger_keeps_its_center():
-    _, k = hostile("offset")
-    center = k[:50].mean(0)
-    kept, changed = (Dropped(0.1, x, scale=0.3) for x in (center.copy(), center))
-    center[:] = 0.0
-    for gone in (kept, changed):
-        gone.add(k[:300], first=0)
-    np.testing.assert_array_equal(kept.sums, changed.sums)
 
 
 def test_an_outlier_is_forgotten():
@@ -188,10 +173,11 @@ def test_an_outlier_is_forgotten():
 
 def test_what_is_not_finite_never_passes():
     q, k = hostile("random")
+    lead = lead_of(np.full((2, 3), math.nan))
+    assert window_of_lead(lead, 0.5, tolerance=0.1) == math.inf
     gone = Dropped(0.25, np.zeros(8), scale=0.35)
-    assert (
-        gone.bound(q[:2] * math.nan, [math.nan, 0.0], [5, 6]) == -math.inf
-    ).all()  # nothing is missing
+    nothing_missing = gone.bound(q[:2] * math.nan, [math.nan, 0.0], [5, 6])
+    assert (nothing_missing == -math.inf).all()
     gone.add(k[:100], first=0)
     assert not (gone.bound(q[:1] * math.nan, [0.0], [200]) <= 0).any()
     assert not (gone.bound(q[:1], [math.nan], [200]) <= 0).any()
@@ -217,29 +203,28 @@ def test_lengths_beyond_the_grid_are_bounded():
     np.testing.assert_allclose(bound, truth, rtol=1e-3)
 
 
+def lead_of(G, radius=1.0):
+    F = np.full((2, 3), math.nan)
+    return largest_lead(F, G, radius=radius, scale=1.0, centred=False)
+
+
+def out_of_order():
+    gone = Dropped(0.5, np.zeros(2), scale=1.0)
+    gone.add(np.ones((3, 2)), first=4)
+    gone.add(np.ones((1, 2)), first=6)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: largest_lead(np.ones((2, 3)), np.ones((2, 4)), radius=1, scale=1, centred=False), r"one shape \[D, n\].* got \(2, 3\), \(2, 4\)"),
-        (lambda: largest_lead(np.ones((2, 3)), np.ones((2, 3)), radius=-1, scale=1, centred=False), "radius must be at least 0, got -1"),
+        (lambda: lead_of(np.ones((2, 4)), radius=1), r"one shape \[D, n\].* \(2, 3\), \(2, 4\)"),
+        (lambda: lead_of(np.ones((2, 3)), radius=-1), "radius must be at least 0, got -1"),
         (lambda: window_of_lead(1.0, -0.5, tolerance=0.1), "slope"),
-        (lambda: window_of_lead(1.0, 0.5, tolerance=1.0), r"tolerance must be in \(0, 1\), got 1.0"),
-        (lambda: Dropped(math.inf, np.zeros(2), scale=1.0), "slope must be at least 0 and finite, got inf"),
+        (lambda: window_of_lead(1.0, 0.5, tolerance=1.0), r"tolerance .* \(0, 1\), got 1.0"),
+        (lambda: Dropped(math.inf, np.zeros(2), scale=1.0), "slope must be at least 0 and finite"),
+        (out_of_order, "first must be at least 7, got 6"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_keys_come_in_order():
-    gone = Dropped(0.5, np.zeros(2), scale=1.0)
-    gone.add(np.ones((3, 2)), first=4)
-    with pytest.raises(ValueError, match="first must be at least 7, got 6"):
-        gone.add(np.ones((1, 2)), first=6)
-
-
-def test_weights_that_are_not_finite_have_no_window():
-    F = np.full((2, 3), math.nan)
-    lead = largest_lead(F, F, radius=1.0, scale=1.0, centred=False)
-    assert window_of_lead(lead, 0.5, tolerance=0.1) == math.inf

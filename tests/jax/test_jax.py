@@ -1,4 +1,4 @@
-"""`linbias.jax.attention`: every implementation against the contract, and what the contract does not say."""
+"""`linbias.jax.attention`: the contract, and what it does not say."""
 
 import functools
 from itertools import product
@@ -22,6 +22,7 @@ from jax_subject import (
     IMPLEMENTATIONS,
     SIZES,
     JaxSubject,
+    assert_close,
     needs_core,
     numpy_attention,
     random,
@@ -29,22 +30,23 @@ from jax_subject import (
     to_numpy,
 )
 from linbias import _dispatch
-from linbias.jax import attention, attention_weights, merge
+from linbias.jax import attention, merge
 from linbias.jax import bias as jax_bias
 from linbias.jax.call import prepare
 from linbias.jax.impl import blocked, cpu
 from linbias.jax.impl.tiles import LEFT, RIGHT, Tiles
 
-# Of long sequences `cpu` and `dense` know nothing that their other tests do not ask: one is the core, which the tests of
-# `linbias.torch` ask too, and one has no tiles.
+# Of long sequences `cpu` (the core, which the tests of `linbias.torch` ask too) and `dense` know
+# nothing that their other tests do not ask.
 CONTRACT = [
     *(("blocked", case) for case in CASES),
     *((implementation, case) for implementation in ("cpu", "dense") for case in short()),
     *(("cpu", by_name(name)) for name in ("long", "long-range-per-head")),
 ]
 QUICK = """blocked-no-queries blocked-slopes-mixed blocked-range-per-head-dropout
-cpu-T-below-S cpu-slopes-mixed cpu-asymmetric-per-batch cpu-filled-cache cpu-range-per-head-dropout dense-T-above-S dense-slopes-per-batch
-dense-directional dense-range-per-head-dropout"""
+cpu-T-below-S cpu-slopes-mixed cpu-asymmetric-per-batch cpu-filled-cache
+cpu-range-per-head-dropout dense-T-above-S dense-slopes-per-batch dense-directional
+dense-range-per-head-dropout"""
 QUICK_NARROW = """dense-symmetric-bfloat16 blocked-gaps-asymmetric-bfloat16
 cpu-symmetric-float64 cpu-dropout-float16 cpu-filled-cache-bfloat16"""
 NARROW = [
@@ -69,24 +71,18 @@ def test_contract_in_other_dtypes(implementation, name, dtype):
     check_case(JaxSubject(implementation), by_name(name), dtype)
 
 
-@pytest.mark.parametrize("name", ("far-key-aligned-symmetric",))
-def test_dropped_mass_is_at_most_the_tolerance(name):
-    check_certificate_holds(JaxSubject("blocked"), by_name(name), 1e-2)
+def test_dropped_mass_is_at_most_the_tolerance():
+    check_certificate_holds(JaxSubject("blocked"), by_name("far-key-aligned-symmetric"), 1e-2)
 
 
 @pytest.mark.parametrize(("q_size", "k_size"), rows("1e-22-1000.0", *VANISHING))
 def test_keys_count_although_squares_of_entries_vanish(q_size, k_size):
     arrays, slope, scale = far_block(q_size, k_size)
-    out = attention(
-        *(x.astype(np.float32)[:, :, None] for x in arrays),
-        [slope],
-        scale=scale,
-        implementation="blocked",
-    )
+    heads_second = [x.astype(np.float32)[:, :, None] for x in arrays]
+    out = attention(*heads_second, [slope], scale=scale, implementation="blocked")
     expected_out = linbias.attention(*arrays, [slope], scale=scale)
     np.testing.assert_allclose(out[0, :, 0], expected_out[0], atol=1e-5)
     # The bound is a number, not NaN: far keys of a steep head are left out all the same.
-    heads_second = (x.astype(np.float32)[:, :, None] for x in arrays)
     assert steps(*heads_second, [1.0], scale=scale)[0][0] < 5
 
 
@@ -104,7 +100,7 @@ def num_steps(inputs):
 
 
 def test_the_certificate_leaves_most_of_a_long_sequence():
-    """A steep head visits few bands, a head without slope all of them, and tolerance 0 leaves nothing out."""
+    """A steep head visits few bands, a flat one all, and tolerance 0 leaves nothing out."""
     q, k, v = random(1, 2048, 2, 16)
     assert steps(q, k, v, [0.5, 0.0]) == [[2, 0], [8, 0]]
     assert steps(q, k, v, [0.5, 0.0], tolerance=0.0) == [[8, 0], [8, 0]]
@@ -118,7 +114,8 @@ def test_however_far_the_queries_stand_only_bands_with_keys_are_visited(start, c
     options = {"query_start": np.array([start, 300]), "causal": causal}
     found = steps(q, k, v, [0.5, 0.0], **options)
     assert max(map(max, found)) <= 7
-    # The batch row that stands among the keys needs the bands of the left side, and all rows stop together.
+    # The batch row that stands among the keys needs the bands of the left side, and all rows stop
+    # together.
     assert found[1][0] >= 4
 
 
@@ -128,7 +125,7 @@ def test_a_range_without_keys_has_no_bands():
 
 
 def test_a_batch_row_that_has_met_all_its_keys_waits_for_the_others():
-    """Its further bands lie before the keys, by more than the padding; none of them may wrap around."""
+    """Its further bands lie before the keys, by more than the padding; none may wrap around."""
     (q, *_), (_, k, v) = random(2, 10, 1, 4), random(2, 2000, 1, 4)
     run = functools.partial(attention, q, k, v, [0.0], query_start=np.array([10, 1990]))
     np.testing.assert_allclose(
@@ -143,9 +140,8 @@ def test_decoding_from_a_long_cache(implementation, bounded):
     inputs = expected(case, "float32")[0]
     arrays = {n: to_jax(n, getattr(inputs, n), "float32") for n in "qkv"}
     bound = jnp.linalg.norm(arrays["k"], axis=-1).max(1) * 1.001 if bounded else None
-    out, lse = attention(
-        **arrays, slopes=inputs.left, key_range=np.array(case.key_range), key_bound=bound, return_lse=True, implementation=implementation
-    )  # fmt: skip
+    options = {"slopes": inputs.left, "key_bound": bound, **case.placement}
+    out, lse = attention(**arrays, **options, return_lse=True, implementation=implementation)
     check_results(to_numpy({"out": out, "lse": lse}), case, "float32")
 
 
@@ -208,7 +204,7 @@ def test_a_mask_hides_what_it_hides_in_the_definition(implementation, shape):
 
 @pytest.mark.thorough
 def test_a_mask_of_numbers_is_added_to_the_scores_and_learns():
-    """As the bias of `jax.nn.dot_product_attention` is, beside the linear one, with -inf for what it hides."""
+    """As the bias of `jax.nn.dot_product_attention` is, with -inf for what it hides."""
     q, k, v = random(2, 9, 4, 8)
     numbers = np.random.default_rng(1).normal(size=(4, 9, 9)).astype(np.float32)
     numbers[:, :, 2] = -np.inf
@@ -220,9 +216,7 @@ def test_a_mask_of_numbers_is_added_to_the_scores_and_learns():
     def theirs(numbers):
         return (jax.nn.dot_product_attention(q, k, v, bias=(numbers + linear)[None]) ** 2).sum()
 
-    found, expected = (jax.value_and_grad(f)(numbers) for f in (ours, theirs))
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_close(*(jax.value_and_grad(f)(numbers) for f in (ours, theirs)))
     for name, words in (("blocked", "none of numbers"), ("cpu", "a key_range but no mask")):
         with pytest.raises(
             NotImplementedError, match=f"{name} cannot run this call: it .*{words}"
@@ -278,64 +272,35 @@ def call(q=(2, 5, 4, 8), k=(2, 7, 2, 8), v=(2, 7, 2, 3), slopes=None, **options)
     return attention(q, k, v, slopes, **options)
 
 
+# The rules that all front ends share: test_errors.py.
 MESSAGES = [
-    (dict(q=(5, 4, 8)), ValueError, r"attention: q must have 4 axes, \[B, T, H, D\]: batch, length, heads, size, got \[5, 4, 8\]; q\[None\]"),
-    (dict(q=[[1.0]]), TypeError, "attention: q must be a jax.Array or numpy.ndarray, got list"),
-    (dict(v=np.ones((2, 7, 2, 3), int)), TypeError, "v must be one of .*, got int64"),
-    (dict(v=np.ones((2, 7, 2, 3))), TypeError, "v must be at most float32 while jax_enable_x64 is off, got float64"),
-    (dict(k=jnp.ones((2, 7, 2, 8), jnp.bfloat16)), TypeError, "k is bfloat16 but q is float32"),
-    (dict(k=(8, 7, 2, 8)), ValueError, r"k has batch 8 but q has 2 \(k \[8, 7, 2, 8\], q \[2, 5, 4, 8\]\)"),
-    (dict(k=(2, 7, 4, 8)), ValueError, "k has 4 heads but v has 2"),
+    (dict(q=(5, 4, 8)), ValueError, r"q must have 4 axes, \[B, T, H, D\]: batch, length, heads,"
+     r" size, got \[5, 4, 8\]; q\[None\]"),
+    (dict(k=(8, 7, 2, 8)), ValueError, r"k has batch 8 but q has 2 \(k \[8, 7, 2, 8\]"),
     (dict(v=(2, 6, 2, 3)), ValueError, "k has 7 keys but v has 6"),
-    (dict(k=(2, 7, 3, 8), v=(2, 7, 3, 3)), ValueError, "q has 4 heads, which is no multiple of the 3"),
-    (dict(right_slopes=[1.0] * 4), ValueError, "right_slopes contradicts causal=True"),
-    (dict(slopes=[1.0] * 3), ValueError, r"slopes must have shape \[H\] = \[4\] or \[B, H\] = \[2, 4\], got \[3\]"),
-    (dict(slopes=[1.0, -0.5, 1, 1]), ValueError, r"slopes must be at least 0 \(or inf\), got -0.5"),
-    (dict(slopes=jnp.array([1.0, 1, 1, jnp.nan])), ValueError, r"slopes must be at least 0 \(or inf\), got nan"),
-    (dict(key_range=[[0, 1]]), TypeError, "key_range must be a jax.Array or numpy.ndarray, got list"),
-    (dict(key_range=np.ones((2, 2))), TypeError, "key_range must hold integers, got float64"),
-    (dict(key_range=jnp.array([[0, 7], [5, 8]])), ValueError, r"0 <= first <= end <= S = 7, got \[5, 8\] in batch row 1"),
-    (dict(key_range=np.ones((2, 4, 2), int)), ValueError, r"key_range must have shape \[B, 2\] = \[2, 2\] or \[B, G, 2\] = \[2, 2, 2\]"),
-    (dict(key_range=np.array([[[0, 7], [0, 7]], [[0, 7], [6, 5]]])), ValueError, r"got \[6, 5\] in batch row 1, key/value head 1"),
-    (dict(query_start=[0, 0]), TypeError, "query_start must be a jax.Array or numpy.ndarray, got list"),
-    (dict(query_start=np.zeros(2)), TypeError, "query_start must hold integers, got float64"),
-    (dict(query_start=np.zeros(3, int)), ValueError, r"query_start must have shape \[B\] = \[2\], got \[3\]"),
-    (dict(query_start=np.array([0, 2**30 + 1])), ValueError, r"within 2\^30 of key 0, got 1073741825 in batch row 1"),
-    (dict(mask=np.ones((2, 4, 5, 7), int)), TypeError, "mask must hold bool, True for what takes part, .*got int64"),
-    (dict(mask=np.ones((3, 7), bool)), ValueError, r"mask must broadcast to \[B, H, T, S\] = \[2, 4, 5, 7\], got \[3, 7\]"),
+    (dict(q=[[1.0]]), TypeError, "q must be a jax.Array or numpy.ndarray, got list"),
+    (dict(key_range=[[0, 1]]), TypeError, "key_range must be a jax.Array or numpy.ndarray"),
+    (dict(query_start=[0, 0]), TypeError, "query_start must be a jax.Array or numpy.ndarray"),
     (dict(mask=[[True]]), TypeError, "mask must be a jax.Array or numpy.ndarray, got list"),
-    (dict(attn_mask=None), TypeError, "there is no argument attn_mask; say mask, or key_range and query_start"),
-    (dict(key_value_seq_lengths=None), TypeError, r"no argument key_value_seq_lengths; say key_range, \[\[0, length\]"),
-    (dict(query_seq_lengths=None), TypeError, "no argument query_seq_lengths; queries beyond a length may stay"),
-    (dict(key_bound=np.ones((2, 3))), ValueError, r"key_bound must be floating point \[B, G\] = \[2, 2\]"),
-    (dict(dropout=1 - 2**-33), ValueError, r"dropout must be in \[0, 1 - 2\^-32\], got 0.99999999988"),
-    (dict(slopes=[1j] * 4), TypeError, "attention: slopes must hold real numbers, got complex128"),
-    (dict(slopes=jnp.ones(4) * 1j), TypeError, "attention: slopes must hold real numbers, got complex"),
+    (dict(k=jnp.ones((2, 7, 2, 8), jnp.bfloat16)), TypeError, "k is bfloat16 but q is float32"),
+    (dict(v=np.ones((2, 7, 2, 3))), TypeError,
+     "v must be at most float32 while jax_enable_x64 is off, got float64"),
+    (dict(slopes=jnp.ones(4) * 1j), TypeError, "slopes must hold real numbers, got complex"),
+    (dict(slopes=[1.0, -0.5, 1, 1]), ValueError, "slopes must be at least 0 .*, got -0.5"),
+    (dict(slopes=jnp.array([1.0, 1, 1, jnp.nan])), ValueError, "slopes must be .*, got nan"),
+    (dict(key_range=jnp.array([[0, 7], [5, 8]])), ValueError, r"got \[5, 8\] in batch row 1"),
+    (dict(query_start=np.array([0, 2**30 + 1])), ValueError, "got 1073741825 in batch row 1"),
+    (dict(attn_mask=None), TypeError, "there is no argument attn_mask; say mask, or key_range"),
     (dict(dropout=0.5), ValueError, r"dropout needs a dropout_key, got None \(dropout 0.5\)"),
-    (dict(causal=1.0), TypeError, "causal must be True or False, got 1.0"),
-    (dict(implementation="fast"), ValueError, r"implementation must be one of \('auto', 'cpu', 'blocked', 'dense'\), got 'fast'"),
+    (dict(implementation="fast"), ValueError,
+     "implementation must be one of .'auto', 'cpu', 'blocked', 'dense'., got 'fast'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "kind", "words"), MESSAGES)
 def test_attention_says_what_is_wrong(arguments, kind, words):
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=f"attention: .*{words}"):
         call(**arguments)
-
-
-@pytest.mark.parametrize(
-    "name", ("start-symmetric", "range-per-head-symmetric", "gap-on-the-right")
-)
-def test_weights_times_values_are_the_output(name):
-    case = by_name(name)
-    inputs, truth, _ = expected(case, "float32")
-    q, k = (to_jax(n, getattr(inputs, n), "float32") for n in "qk")
-    options = {"causal": case.causal, **case.placement}
-    weights = np.asarray(attention_weights(q, k, inputs.left, **options))
-    assert weights.shape == (case.B, case.H, case.T, case.S)
-    out = weights @ np.repeat(inputs.v, case.H // case.G, axis=1)
-    np.testing.assert_allclose(out, truth[0]["out"], atol=1e-5)
-    np.testing.assert_array_equal(weights.sum(-1) == 0, truth[0]["lse"] == -np.inf)
 
 
 def test_parts_of_the_keys_merge_to_the_whole_with_its_gradients():
@@ -367,8 +332,7 @@ def test_parts_of_the_keys_merge_to_the_whole_with_its_gradients():
     assert (expected_lse == -jnp.inf).any()
     np.testing.assert_allclose(out, expected_out, atol=1e-5)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
-    for a, b in zip(*(jax.tree.leaves(loss(f)(q, k, v)) for f in (parts, whole)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    assert_close(loss(parts)(q, k, v), loss(whole)(q, k, v))
 
 
 @pytest.mark.thorough
@@ -376,12 +340,8 @@ def test_merge_does_not_read_what_an_empty_part_holds():
     outs = jnp.array([[jnp.nan], [2.0]]).reshape(2, 1, 1, 1, 1)
     out, lse = merge(outs, jnp.array([-jnp.inf, 0.5]).reshape(2, 1, 1, 1))
     assert (out.item(), lse.item()) == (2.0, 0.5)
-
-
-def test_merge_says_what_does_not_fit():
-    for outs, lses in (([], []), (np.ones((2, 1, 3, 4, 5)), np.ones((1, 1, 3, 4)))):
-        with pytest.raises(ValueError, match="merge: outs and lses must be as many, at least 1"):
-            merge(outs, lses)
+    with pytest.raises(ValueError, match="merge: outs and lses must be as many, at least 1"):
+        merge(np.ones((2, 1, 3, 4, 5)), np.ones((1, 1, 3, 4)))
 
 
 @pytest.mark.thorough
@@ -398,14 +358,11 @@ def test_bias_is_that_of_the_definition_and_differentiable():
     # Distances 1, and 2 and 1: those at 0 and the hidden side have none.
     expected = -np.exp(-0.5) - 2 * np.exp(-1.0) - np.exp(-0.5)
     np.testing.assert_allclose(gradient(jnp.array([0.5, jnp.inf])), [expected, 0.0], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"slopes must have shape \[H\] or \[B, H\], got \[\]"):
-        jax_bias(0.5, 2, 2)
-    with pytest.raises(ValueError, match="T must be at least 0, got -1"):
-        jax_bias(slopes, -1, 2)
-    with pytest.raises(ValueError, match=r"right_slopes must be at least 0 \(or inf\), got -1"):
-        jax_bias(slopes, 2, 2, -1.0)
-    with pytest.raises(
-        ValueError,
-        match=r"right_slopes must be one number or have the shape of slopes, \[6\], got \[2\]",
+    for words, *arguments in (
+        (r"slopes must have shape \[H\] or \[B, H\], got \[\]", 0.5, 2, 2),
+        ("T must be at least 0, got -1", slopes, -1, 2),
+        (r"right_slopes must be at least 0 \(or inf\), got -1", slopes, 2, 2, -1.0),
+        (r"right_slopes must .* the shape of slopes, \[6\], got \[2\]", slopes, 2, 2, [0.5, 0.5]),
     ):
-        jax_bias(slopes, 2, 2, [0.5, 0.5])
+        with pytest.raises(ValueError, match=words):
+            jax_bias(*arguments)

@@ -1,4 +1,4 @@
-"""The layouts in bindings/xla_interface.h are those of the C interface in the jaxlib that is installed."""
+"""The layouts in bindings/xla_interface.h are those of the C interface of the installed jaxlib."""
 
 import re
 import shutil
@@ -16,21 +16,25 @@ from linbias.jax.impl import cpu
 BINDINGS = Path(__file__).parents[2] / "bindings"
 
 # Ours, XLA's, and the fields in both spellings. Those of XLA's may go on, ours may not be longer.
+SIZE, NEXT = "struct_size ", "struct_size extension=extension_start "
+ITEMS = NEXT + "size kinds=types "
 RECORDS = {
-    ("Extension", "XLA_FFI_Extension_Base"): "struct_size kind=type next",
-    ("Version", "XLA_FFI_Api_Version"): "struct_size extension=extension_start major=major_version minor=minor_version",
-    ("Metadata", "XLA_FFI_Metadata"): "struct_size version=api_version traits",
+    ("Extension", "XLA_FFI_Extension_Base"): SIZE + "kind=type next",
+    ("Version", "XLA_FFI_Api_Version"): NEXT + "major=major_version minor=minor_version",
+    ("Metadata", "XLA_FFI_Metadata"): SIZE + "version=api_version traits",
     ("MetadataExtension", "XLA_FFI_Metadata_Extension"): "base=extension_base metadata",
-    ("ErrorArguments", "XLA_FFI_Error_Create_Args"): "struct_size extension=extension_start message code=errc",
-    ("Functions", "XLA_FFI_Api"): "struct_size extension=extension_start version=api_version internal=internal_api create_error=XLA_FFI_Error_Create",
-    ("Buffer", "XLA_FFI_Buffer"): "struct_size extension=extension_start type=dtype data rank sizes=dims",
+    ("ErrorArguments", "XLA_FFI_Error_Create_Args"): NEXT + "message code=errc",
+    ("Functions", "XLA_FFI_Api"): NEXT
+    + "version=api_version internal=internal_api create_error=XLA_FFI_Error_Create",
+    ("Buffer", "XLA_FFI_Buffer"): NEXT + "type=dtype data rank sizes=dims",
     ("Text", "XLA_FFI_ByteSpan"): "data=ptr size=len",
     ("Scalar", "XLA_FFI_Scalar"): "type=dtype value",
-    ("Buffers", "XLA_FFI_Args"): "struct_size extension=extension_start size kinds=types items=args",
-    ("Buffers", "XLA_FFI_Rets"): "struct_size extension=extension_start size kinds=types items=rets",
-    ("Attributes", "XLA_FFI_Attrs"): "struct_size extension=extension_start size kinds=types names items=attrs",
-    ("CallFrame", "XLA_FFI_CallFrame"): "struct_size extension=extension_start functions=api context=ctx stage arguments=args results=rets attributes=attrs",
-}  # fmt: skip
+    ("Buffers", "XLA_FFI_Args"): ITEMS + "items=args",
+    ("Buffers", "XLA_FFI_Rets"): ITEMS + "items=rets",
+    ("Attributes", "XLA_FFI_Attrs"): ITEMS + "names items=attrs",
+    ("CallFrame", "XLA_FFI_CallFrame"): NEXT
+    + "functions=api context=ctx stage arguments=args results=rets attributes=attrs",
+}
 NUMBERS = {
     "Stage::execute": "XLA_FFI_ExecutionStage_EXECUTE",
     "AttributeKind::scalar": "XLA_FFI_AttrType_SCALAR",

@@ -1,4 +1,4 @@
-"""`linbias.jax` under jit, vmap, grad, checkpoint and shard_map, with positions that are traced."""
+"""`linbias.jax` under jit, vmap, grad, checkpoint and shard_map, with traced positions."""
 
 import os
 import subprocess
@@ -12,21 +12,18 @@ import numpy as np
 import pytest
 
 from contract import rows
-from jax_subject import IMPLEMENTATIONS, SIZES, needs_core, random
+from jax_subject import IMPLEMENTATIONS, SIZES, assert_close, needs_core, random
 from linbias.jax import attention
 
 
 @pytest.mark.parametrize(
-    ("implementation", "seed"),
-    rows("cpu-1", ("blocked", 1), ("cpu", None), ("cpu", 1)),
+    ("implementation", "seed"), rows("cpu-1", ("blocked", 1), ("cpu", None), ("cpu", 1))
 )
 def test_vmap_equals_one_call_after_the_other(implementation, seed):
     """Also of gradients, over some arguments only, and with a dropout mask for each call."""
     q, k, v = random(*SIZES)
-    qs, slopes = (
-        np.stack([q, q + 1, q - 1]),
-        np.linspace(0.1, 1, 12, dtype=np.float32).reshape(3, 4),
-    )
+    qs = np.stack([q, q + 1, q - 1])
+    slopes = np.linspace(0.1, 1, 12, dtype=np.float32).reshape(3, 4)
     keys = jax.random.split(jax.random.key(0), 3)
 
     def loss(q, slope, key):
@@ -36,23 +33,7 @@ def test_vmap_equals_one_call_after_the_other(implementation, seed):
     run = jax.value_and_grad(loss, argnums=(0, 1))
     together = jax.jit(jax.vmap(run))(qs, slopes, keys)
     alone = [jax.jit(run)(*x) for x in zip(qs, slopes, keys, strict=True)]
-    for a, b in zip(
-        *map(jax.tree.leaves, (together, jax.tree.map(lambda *x: np.stack(x), *alone))),
-        strict=True,
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("implementation", ("blocked", "cpu"))
-def test_checkpoint_and_an_outer_jit_change_nothing(implementation):
-    q, k, v = random(*SIZES)
-
-    def loss(q):
-        return (attention(q, k, v, implementation=implementation) ** 2).sum()
-
-    np.testing.assert_allclose(
-        jax.jit(jax.grad(jax.checkpoint(loss)))(q), jax.grad(loss)(q), rtol=1e-5, atol=1e-6
-    )
+    assert_close(together, jax.tree.map(lambda *x: np.stack(x), *alone), 1e-5)
 
 
 def test_second_derivatives_come_from_dense_and_are_refused_elsewhere():
@@ -70,14 +51,16 @@ def test_second_derivatives_come_from_dense_and_are_refused_elsewhere():
             jax.grad(slope)(q, name)
 
 
+def jvp(f, x):
+    return jax.jvp(f, (x,), (jnp.ones_like(x),))[1]
+
+
 FORWARD_MODES = {
-    "jvp": lambda f, x: jax.jvp(f, (x,), (jnp.ones_like(x),))[1],
+    "jvp": jvp,
     "jacfwd": lambda f, x: jax.jacfwd(f)(x).sum(),
-    "jvp of jit": lambda f, x: jax.jvp(jax.jit(f), (x,), (jnp.ones_like(x),))[1],
-    "jit of jvp": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),))[1])(x),
-    "jvp of vmap": lambda f, x: jax.jvp(
-        lambda x: jax.vmap(f)(x[None]).sum(), (x,), (jnp.ones_like(x),)
-    )[1],
+    "jvp of jit": lambda f, x: jvp(jax.jit(f), x),
+    "jit of jvp": lambda f, x: jax.jit(lambda x: jvp(f, x))(x),
+    "jvp of vmap": lambda f, x: jvp(lambda x: jax.vmap(f)(x[None]).sum(), x),
 }
 
 
@@ -114,7 +97,7 @@ def on_two_devices(code: str) -> str:
     """What a program prints that JAX runs on two CPU devices; a warning is an error."""
     flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [sys.executable, "-W", "error", "-c", BEGINNING + code],
         env=os.environ | {"XLA_FLAGS": flags},
         capture_output=True,
         text=True,
@@ -139,15 +122,22 @@ def test_a_call_without_heads_is_answered():
             assert attention(q, k, k, implementation=name).shape == (1, 3, 0, 4)
 
 
-SHARDED = """
-import numpy as np, jax, jax.numpy as jnp, linbias, linbias.jax
+BEGINNING = """
+import numpy as np, jax, jax.numpy as jnp, linbias
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from linbias.jax import attention, attention_weights
+q, k, v = given = np.random.default_rng(0).normal(size=(3, 2, 300, 4, 8)).astype(np.float32)
+def close(found, wanted):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+"""
+SHARDED = """
 mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-q, k, v = np.random.default_rng(0).normal(size=(3, 2, 300, 4, 8)).astype(np.float32)
 left = jnp.asarray(linbias.slopes(4), jnp.float32)
 for name in ("blocked", "cpu"):
     def loss(q, k, v, left):
-        return (linbias.jax.attention(q, k, v, left, causal=False, implementation=name) ** 2).sum((1, 3))
+        out = attention(q, k, v, left, causal=False, implementation=name)
+        return (out ** 2).sum((1, 3))
     def total(*arrays):
         return loss(*arrays).sum()
     expected = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(q, k, v, left)
@@ -160,69 +150,60 @@ for name in ("blocked", "cpu"):
         args = (q, k[:, :, :1], v[:, :, :1], left) if one else (q, k, v, left)
         parts = jax.shard_map(loss, mesh=mesh, in_specs=(spec, kv, kv, slope), out_specs=out)
         want = jax.grad(total, argnums=(0, 1, 2, 3))(*args) if one else expected
-        found = jax.jit(jax.grad(lambda *a: parts(*a).sum(), argnums=(0, 1, 2, 3)))(*args)
-        for a, b in zip(found, want):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        close(jax.jit(jax.grad(lambda *a: parts(*a).sum(), argnums=(0, 1, 2, 3)))(*args), want)
 # ranges of their own for key/value heads, and starts for batch rows
-key_range = np.array([[[0, 300], [10, 200], [0, 5], [7, 290]], [[3, 3], [0, 300], [1, 90], [0, 80]]])
+ranges = [[0, 300], [10, 200], [0, 5], [7, 290]], [[3, 3], [0, 300], [1, 90], [0, 80]]
 start = np.array([17, -40])
 def loss(q, k, v, left, key_range, start):
-    out = linbias.jax.attention(q, k, v, left, causal=False, key_range=key_range, query_start=start, implementation="blocked")
+    placed = {"key_range": key_range, "query_start": start}
+    out = attention(q, k, v, left, causal=False, **placed, implementation="blocked")
     return (out ** 2).sum((1, 3))
-args = q, k, v, left, key_range, start
+args = q, k, v, left, np.array(ranges), start
 for spec, slope, start_spec in ((P(None, None, "x"), P("x"), P()), (P("x"), P(), P("x"))):
     ranges = P(*(a for i, a in enumerate((*spec, None, None)[:3]) if i != 1))
-    parts = jax.shard_map(loss, mesh=mesh, in_specs=(spec, spec, spec, slope, ranges, start_spec), out_specs=ranges)
-    found, want = (jax.jit(jax.grad(lambda *a: f(*a).sum(), argnums=(0, 1, 2, 3)))(*args) for f in (parts, loss))
-    for a, b in zip(found, want):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    specs = (spec, spec, spec, slope, ranges, start_spec)
+    parts = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=ranges)
+    gradients = (jax.grad(lambda *a: f(*a).sum(), argnums=(0, 1, 2, 3)) for f in (parts, loss))
+    close(*(jax.jit(of)(*args) for of in gradients))
 split = jax.device_put(q, NamedSharding(mesh, P("x")))
 try:
-    linbias.jax.attention(split, split, split, implementation="cpu")
+    attention(split, split, split, implementation="cpu")
 except NotImplementedError as error:
     print(error)
-out = linbias.jax.attention(split, split, split)
-np.testing.assert_allclose(out, linbias.jax.attention(q, q, q), atol=1e-5)
+close(attention(split, split, split), attention(q, q, q))
 """
 
 
 @pytest.mark.processes
 @needs_core
 def test_shard_map_over_batch_and_heads_and_a_word_on_sharded_arrays():
-    printed = on_two_devices(SHARDED)
-    assert (
-        "cpu cannot run this call: the arrays lie in parts on 2 cpu devices; call it inside jax.shard_map"
-        in printed
-    )
+    words = "cpu cannot run this call: the arrays lie in parts on 2 cpu devices; call it inside"
+    assert words in on_two_devices(SHARDED)
 
 
 EXPLICIT = """
-import numpy as np, jax, linbias, linbias.jax
-from jax.sharding import NamedSharding, PartitionSpec as P
-mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-given = np.random.default_rng(0).normal(size=(3, 2, 300, 4, 8)).astype(np.float32)
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
 key_range = np.array([[3, 300], [0, 41]])
 for spec in (P("x"), P(None, None, "x"), P(None, "x"), P(None, None, None, "x"), P()):
     split = [jax.device_put(x, NamedSharding(mesh, spec)) for x in given]
     for name in ("auto", "blocked", "dense"):
         def loss(q, k, v):
-            out, lse = linbias.jax.attention(q, k, v, causal=False, key_range=key_range, return_lse=True, implementation=name)
+            options = {"key_range": key_range, "return_lse": True, "implementation": name}
+            out, lse = attention(q, k, v, causal=False, **options)
             return (out**2).sum() + lse.sum(), out
         run = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
         want = run(*given)
         with jax.set_mesh(mesh):
             both = run(*split), jax.jit(run)(*split)
         for found in both:
-            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+            close(found, want)
             assert tuple(found[0][1].sharding.spec)[:3] == (*spec, None, None, None)[:3]
-        out = linbias.jax.attention(*split, implementation=name)  # outside of the mesh
-        np.testing.assert_allclose(out, linbias.jax.attention(*given), atol=1e-5)
-    weights = linbias.jax.attention_weights(*split[:2])
-    np.testing.assert_allclose(weights, linbias.jax.attention_weights(*given[:2]), atol=1e-6)
-run = jax.shard_map(lambda q: linbias.jax.attention(q, q, q), mesh=mesh, in_specs=P(None, None, "x"), out_specs=P(None, None, "x"))
+        close(attention(*split, implementation=name), attention(*given))  # outside of the mesh
+    close(attention_weights(*split[:2]), attention_weights(*given[:2]))
+heads = P(None, None, "x")
+run = jax.shard_map(lambda q: attention(q, q, q), mesh=mesh, in_specs=heads, out_specs=heads)
 try:
-    run(jax.device_put(given[0], NamedSharding(mesh, P(None, None, "x"))))
+    run(jax.device_put(given[0], NamedSharding(mesh, heads)))
 except ValueError as error:
     print(error)
 """
@@ -239,15 +220,8 @@ def test_explicit_mesh_axes_and_a_shard_that_does_not_know_its_slopes():
 @pytest.mark.parametrize("implementation", ("blocked", "dense"))
 def test_lengths_may_be_symbols_in_an_exported_program(implementation):
     def loss(q, k, v, key_range):
-        out, lse = attention(
-            q,
-            k,
-            v,
-            causal=False,
-            key_range=key_range,
-            return_lse=True,
-            implementation=implementation,
-        )
+        options = {"causal": False, "key_range": key_range, "implementation": implementation}
+        out, lse = attention(q, k, v, **options, return_lse=True)
         return (out**2).sum() + jnp.where(lse == -jnp.inf, 0, lse).sum(), out
 
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
@@ -262,19 +236,13 @@ def test_lengths_may_be_symbols_in_an_exported_program(implementation):
         shapes = (B, T, 2, 8), (B, S, 1, 8), (B, S, 1, 5)
         given = [random.normal(size=shape).astype(np.float32) for shape in shapes]
         ranges = np.array([[0, S], [3, S - 2]][:B], np.int32)
-        for a, b in zip(
-            *map(jax.tree.leaves, (exported.call(*given, ranges), run(*given, ranges))),
-            strict=True,
-        ):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        assert_close(exported.call(*given, ranges), run(*given, ranges))
 
 
 def weighed(q, k, v, left, key_range, query_start, implementation, **options):
     """A number that depends on all of out and lse, for gradients."""
-    out, lse = attention(
-        q, k, v, left, causal=False, key_range=key_range, query_start=query_start, return_lse=True,
-        implementation=implementation, **options,
-    )  # fmt: skip
+    options |= {"key_range": key_range, "query_start": query_start, "causal": False}
+    out, lse = attention(q, k, v, left, **options, implementation=implementation, return_lse=True)
     return (out**2).sum() + jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)).sum()
 
 
@@ -301,18 +269,17 @@ def test_traced_positions_give_what_known_ones_give(implementation):
     over = jax.vmap(lambda r, s: run(q, k, v, left, r, s, implementation))
     together = jax.jit(over)(ranges, starts)
     for i, expected in enumerate(with_known_positions()):
-        for found in (alone[i], jax.tree.map(lambda x, i=i: x[i], together)):
-            for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        assert_close(alone[i], expected)
+        assert_close(jax.tree.map(lambda x, i=i: x[i], together), expected)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_traced_positions_that_nobody_may_ask_for_are_moved_to_the_limits(implementation):
-    """They are not checked; the loops must end all the same, and nothing outside the keys is read."""
+    """They are not checked; the loops must end all the same."""
     q, k, v = random(*SIZES)
     left = jnp.array([0.5, 0.1, 0.0, 2.0])
     least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-    run = jax.jit(jax.value_and_grad(weighed, argnums=(0, 1, 2, 3)), static_argnums=6)
+    traced = jax.jit(run, static_argnums=6)
     for asked, taken in (
         ((least, most, 0), (0, 9, 0)),
         ((-5, 4, most), (0, 4, 2**30)),
@@ -321,9 +288,17 @@ def test_traced_positions_that_nobody_may_ask_for_are_moved_to_the_limits(implem
         ((most, least, least), (0, 0, -(2**30))),
     ):
         found, expected = (
-            run(q, k, v, left, np.array([[first, end], [0, 9]], np.int32), np.array([start, 0], np.int32), implementation)
+            traced(
+                q,
+                k,
+                v,
+                left,
+                np.int32([[first, end], [0, 9]]),
+                np.int32([start, 0]),
+                implementation,
+            )
             for first, end, start in (asked, taken)
-        )  # fmt: skip
+        )
         for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
             np.testing.assert_array_equal(a, b)
             assert np.isfinite(a).all()
@@ -333,10 +308,7 @@ def test_narrow_and_unsigned_integers_place_queries_as_wide_ones_do():
     q, k, v = random(1, 300, 1, 4)
     expected = attention(q, k, v, key_range=np.array([[1, 100]]), query_start=np.array([7]))
     for dtype in (np.int8, np.uint8, np.uint32):
-        options = {
-            "key_range": jnp.array([[1, 100]], dtype),
-            "query_start": jnp.array([7], dtype),
-        }
+        options = {"key_range": jnp.array([[1, 100]], dtype), "query_start": jnp.array([7], dtype)}
         np.testing.assert_array_equal(attention(q, k, v, **options), expected)
 
 

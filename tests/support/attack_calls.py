@@ -1,9 +1,9 @@
-"""Random calls with every option, each implementation held against the definition in a wider type within the tests' budget.
+"""Random calls with every option, held against the definition in a wider type within the budget.
 
-A call draws its sizes, dtype, strides, slopes (0, infinite, mixed, per batch row), sides, ranges (per head, empty),
-query starts (before, among and beyond the keys), scale, dropout, tolerance, key_bound, and which gradients are wanted.
-The truth is that of the contract, tests/support/truth.py; the plain computations that earn the budget are tests/support/plain.py, and
-the truth's own formulas in the wide type, with the products summed in other orders.
+A call draws its sizes, dtype, strides, slopes, sides, ranges, query starts, scale, dropout,
+tolerance, key_bound, and which gradients are wanted. The truth is that of the contract, truth.py;
+the plain computations that earn the budget are plain.py, and the truth's own formulas in the wide
+type, with the products summed in other orders.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES = ("q", "k", "v", "left", "right")
 
 @dataclass(frozen=True)
 class RandomCall:
-    """One call: its sizes and options, its arrays, whose values fit the dtype, and what PyTorch alone is asked."""
+    """One call: its sizes and options, its arrays, and what PyTorch alone is asked."""
 
     dtype: str
     case: Case
@@ -102,6 +102,9 @@ def random_call(seed: int | list[int], dtype: str | None = None) -> RandomCall:
     return RandomCall(dtype, case, inputs, tolerance, bounded, wanted, layout, seed)
 
 
+Results = dict[str, np.ndarray]
+
+
 def _random_slopes(rng: np.random.Generator, B: int, H: int, wide: str) -> np.ndarray:
     slopes = np.exp(rng.uniform(-8, 1, (H,) if rng.random() < 0.5 else (B, H)))
     slopes[rng.random(slopes.shape) < 0.15] = 0
@@ -121,9 +124,6 @@ def _random_placement(
     if rng.random() < 0.4:
         placement["query_start"] = rng.integers(-T - 5, S + 20, B).tolist()
     return placement
-
-
-Results = dict[str, np.ndarray]
 
 
 def run_torch(call: RandomCall, implementation: str) -> Results:
@@ -168,20 +168,29 @@ def run_torch(call: RandomCall, implementation: str) -> Results:
 def run_jax(call: RandomCall, implementation: str) -> Results:
     """As `run_torch`, of the JAX front end."""
     subject = JaxSubject(implementation, call.seed)
-    found = subject.run(call.inputs, call.case, call.dtype, tolerance=call.tolerance)
-    return _as_wanted(call, *found)
+    return as_wanted(
+        call, *subject.run(call.inputs, call.case, call.dtype, tolerance=call.tolerance)
+    )
 
 
-def _as_wanted(call: RandomCall, results: Results, gradients: Results) -> Results:
+def as_wanted(call: RandomCall, results: Results, gradients: Results) -> Results:
     """out, lse and the wanted gradients, under the names that `run_torch` gives them."""
     return {**results, **{f"d{name}": gradients[name] for name in call.wanted}}
 
 
-def run_plain(call: RandomCall, order: int) -> Results:
-    """A plain computation in the wide type, rounded to the dtype, its sums in another order for each number.
+def find_truth(call: RandomCall) -> Results:
+    """The definition, written out by hand, in float64; for float64 in long double."""
+    wider = np.longdouble if call.dtype == "float64" else np.float64
+    return as_wanted(call, *true_attention(call.inputs, call.case, wider, call.seed))
 
-    Keys, the entries of q and k, and those of v change places. Of every four, two take the mean of a row's dout . v as
-    dout . out, as every attention does in backward that keeps no weights, and two scale the queries, not the scores.
+
+def run_plain(call: RandomCall, order: int) -> Results:
+    """A plain computation in the wide type, rounded to the dtype, in another order for each
+    number.
+
+    Keys, the entries of q and k, and those of v change places. Of every four, two take the mean of
+    a row's dout . v as dout . out, as every backward does that keeps no weights, and two scale the
+    queries, not the scores.
     """
     rng, case, inputs, scale = np.random.default_rng(order), call.case, call.inputs, 1.0
     turns = {"qk": rng.permutation(case.D), "v": rng.permutation(case.E)}
@@ -199,7 +208,7 @@ def run_plain(call: RandomCall, order: int) -> Results:
     arrays["q"] = arrays["q"] * scale
     for name, turn in {"q": "qk", "k": "qk", "v": "v", "out": "v"}.items():
         arrays[name] = round_to(arrays[name][..., turns[turn].argsort()], call.dtype)
-    return _as_wanted(call, {n: arrays[n] for n in ("out", "lse")}, arrays)
+    return as_wanted(call, {n: arrays[n] for n in ("out", "lse")}, arrays)
 
 
 def _lay_out(x: Tensor, layout: int) -> Tensor:
@@ -215,21 +224,11 @@ def _lay_out(x: Tensor, layout: int) -> Tensor:
     return x
 
 
-def find_truth(call: RandomCall) -> Results:
-    """The definition, written out by hand, in float64; for float64 in long double."""
-    wider = np.longdouble if call.dtype == "float64" else np.float64
-    return _as_wanted(call, *true_attention(call.inputs, call.case, wider, call.seed))
-
-
-def find_plains(call: RandomCall, orders: range) -> list[Results]:
-    """Plain computations, which earn the budget."""
-    return [run_plain(call, order) for order in orders]
-
-
 def worst_share(
-    call: RandomCall, actual: Results, truth: Results, plains: list[Results]
+    call: RandomCall, actual: Results, truth: Results, orders: range
 ) -> tuple[float, str]:
-    """The largest error of a call over what the budget allows, and which that is."""
+    """The largest error over the budget that plain computations in these orders earn."""
+    plains = [run_plain(call, order) for order in orders]
     tolerance = TOLERANCE[call.dtype] if call.tolerance is None else call.tolerance
     tolerance /= 1 - call.case.dropout
     found = []
@@ -251,7 +250,7 @@ class Outcome:
     failure: str | None  # what is over the budget, and the call
 
 
-# Plain computations that earn a budget at first, and where a call is over it: the largest of four errors is one draw.
+# Plain computations that earn a budget at first, and where a call is over it.
 FEW_ORDERS, ALL_ORDERS = range(4), range(40)
 
 
@@ -269,10 +268,10 @@ def try_call(seed: int | list[int], number: int) -> Outcome:
     finally:
         core.force_target(None)
     truth = find_truth(call)
-    share, words = worst_share(call, actual, truth, find_plains(call, FEW_ORDERS))
+    share, words = worst_share(call, actual, truth, FEW_ORDERS)
     again = share > 1
     if again:
-        share, words = worst_share(call, actual, truth, find_plains(call, ALL_ORDERS))
+        share, words = worst_share(call, actual, truth, ALL_ORDERS)
     failure = f"{ran}: {words}; {call.describe()}" if share > 1 else None
     return Outcome(ran, share, again, failure)
 

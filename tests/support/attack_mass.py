@@ -1,16 +1,17 @@
 """A search for inputs that make a near-to-far implementation drop as much probability as it can.
 
-A candidate is one head: queries, keys, slopes, the range of its keys, where the first query stands and, where keys have
-positions, these. A climb keeps
-some candidates (`Chains`), changes each of them a little in every step, and goes on from what dropped more mass.
+A candidate is one head: queries, keys, slopes, the range of its keys, where the first query stands
+and, where keys have positions, these. A climb keeps some candidates (`Chains`), changes each of
+them a little in every step, and goes on from what dropped more mass.
 
-Dropped mass is measured key by key, not as a difference of large numbers. The values are indicators: column j of v is
-2^15 for a few keys in a row and 0 for all others, so that `out` holds the weight that these keys were given (2^15 keeps
-small ones from vanishing in float16). A column that comes out lower than the weights of the float64 definition lost the
-share that is missing, where that share is beyond rounding (`ROUNDING`, of the type of `out`); the mass lost is that share
-of the column's weight in the definition. A key is read or it is not, so rounding alone never counts as loss, however
-small the tolerance is. In backward, dv holds the weights in the same way, key by key, where dout is 2^15 in one row and
-column. The ratio is the largest mass that a row loses over `tolerance`: above 1, the certificate is broken.
+Dropped mass is measured key by key, not as a difference of large numbers. Column j of v is 2^15
+(which keeps small weights from vanishing in float16) for a few keys in a row and 0 for all others,
+so that `out` holds the weight that these keys were given. A column lower than the definition's
+beyond rounding (`ROUNDING`, of the type of `out`) lost the share that is missing, and that share
+of its weight. A key is read or it is not, so rounding alone never counts as loss, however small
+the tolerance is. In backward, dv holds the weights in the same way where dout is 2^15 in one row
+and column. The ratio is the largest mass that a row loses over `tolerance`: above 1, the
+certificate is broken.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from cases import round_to
 from linbias._request import TOLERANCE
 
 ONE = 2.0**15
-# Shares of a column's weight that may be missing from rounding alone. Scores of some hundred lose digits.
+# Shares of a column's weight that may be missing from rounding alone. Scores of some hundred lose
+# digits.
 ROUNDING = {"float64": 2.0**-20, "float32": 2.0**-8, "float16": 2.0**-5, "bfloat16": 2.0**-4}
 LARGEST = {"float64": 1e150, "float32": 1e18, "float16": 6e4, "bfloat16": 1e18}
 MOST_COLUMNS = 256  # the largest head size of the compiled core
@@ -142,7 +144,7 @@ def ratios(setting: Setting, subject: Subject, chains: Chains) -> np.ndarray:
 
 
 def _beyond_precision(setting: Setting, chains: Chains) -> np.ndarray:
-    """[C]: whether queries and keys are so long that any computation in the wide type rounds scores by 1/100."""
+    """[C]: whether any computation in the wide type rounds its scores by 1/100."""
     unit = 2.0**-53 if setting.dtype == "float64" else 2.0**-24
     with np.errstate(over="ignore"):
         longest = [np.linalg.norm(x, axis=-1).max(1) for x in (chains.q, chains.k)]
@@ -211,7 +213,7 @@ def begin(rng: np.random.Generator, setting: Setting) -> Chains:
 
 
 def _line_up(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    """All keys on a line along the queries: near ones at 0, far ones at the score that the rule just leaves."""
+    """All keys on a line along the queries, far ones at the score that the rule just leaves."""
     direction = rng.standard_normal(setting.D)
     direction /= np.linalg.norm(direction)
     size = np.exp(rng.uniform(-1, 2))
@@ -226,11 +228,8 @@ def _line_up(rng: np.random.Generator, setting: Setting, chains: Chains, c: int)
         nearest = rng.integers(1, setting.S)
         if rng.random() < 0.7:  # many implementations cut keys into blocks of 64
             edge = rng.integers(1, setting.S // 64 + 1) * 64
-            nearest = (
-                distances[edge - 1]
-                if slope is sides[0][0]
-                else distances[min(edge, setting.S - 1)]
-            )
+            is_left = slope is sides[0][0]
+            nearest = distances[edge - 1 if is_left else min(edge, setting.S - 1)]
             if nearest < 1:
                 continue
         score = slope * nearest + math.log(setting.tolerance) + rng.normal(-0.3, 0.7)
@@ -241,7 +240,7 @@ def _line_up(rng: np.random.Generator, setting: Setting, chains: Chains, c: int)
 
 
 def _places(rng: np.random.Generator, setting: Setting) -> np.ndarray:
-    """[C, S]: even, at random, in bursts, many at one place, or with jumps; a key apart on average, near 0 or far from it."""
+    """[C, S]: even, random, in bursts, many at one place, or with jumps; 1 apart on average."""
     C, S = setting.num_chains, setting.S
     gaps = rng.exponential(size=(C, S))
     kinds = (
@@ -256,135 +255,91 @@ def _places(rng: np.random.Generator, setting: Setting) -> np.ndarray:
     return gaps.cumsum(-1) + rng.choice([0.0, 1.7e9], (C, 1))
 
 
+CHANGES = """queries keys keys slopes slopes disturb shift align turn clear roll trade sizes
+move""".split()
+
+
 def change(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
     """Change candidate c a little, in one to three ways."""
-    changes = (*_CHANGES, _stretch, _stretch, _stretch) if setting.placed else _CHANGES
+    changes = [*CHANGES, *["stretch"] * 3] if setting.placed else CHANGES
     for _ in range(rng.integers(1, 4)):
-        changes[rng.integers(len(changes))](rng, setting, chains, c)
+        change_once(changes[rng.integers(len(changes))], rng, setting, chains, c)
 
 
-def _little(rng: np.random.Generator) -> float:
-    """A factor around 1, at any distance from it."""
-    return math.exp(rng.normal() * 10 ** rng.uniform(-4, -0.3))
+def change_once(
+    kind: str, rng: np.random.Generator, setting: Setting, chains: Chains, c: int
+) -> None:
+    q, k, x = chains.q[c], chains.k[c], chains.x[c]  # views
 
+    def little() -> float:
+        """A factor around 1, at any distance from it."""
+        return math.exp(rng.normal() * 10 ** rng.uniform(-4, -0.3))
 
-def _some_keys(rng: np.random.Generator, setting: Setting) -> slice:
-    first, end = np.sort(rng.integers(0, setting.S + 1, 2))
-    return slice(first, end)
+    def some_keys() -> slice:
+        return slice(*np.sort(rng.integers(0, setting.S + 1, 2)))
 
-
-def _scale_queries(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    row = slice(None) if rng.random() < 0.7 else rng.integers(setting.T)
-    chains.q[c, row] *= _little(rng)
-
-
-def _scale_keys(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    chains.k[c, _some_keys(rng, setting)] *= _little(rng)
-
-
-def _scale_slopes(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    (chains.left if rng.random() < 0.5 else chains.right)[c] *= _little(rng)
-
-
-def _disturb(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    array = (chains.q if rng.random() < 0.4 else chains.k)[c]
-    size = np.abs(array).mean() * 10 ** rng.uniform(-4, 0)
-    array += size * rng.standard_normal(array.shape)
-
-
-def _shift_keys(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    """Move all keys: softmax does not notice, the bound may."""
-    size = np.abs(chains.k[c]).mean() * 10 ** rng.uniform(-3, 1)
-    chains.k[c] += size * rng.standard_normal(setting.D)
-
-
-def _align_keys(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    """Turn some keys into the direction of a query, at their own length or at that of one of them."""
-    query = chains.q[c, rng.integers(setting.T)]
-    norm = np.linalg.norm(query)
-    if norm == 0:
-        return
-    where = _some_keys(rng, setting)
-    length = np.linalg.norm(chains.k[c, where], axis=1, keepdims=True)
-    if rng.random() < 0.5 and len(length):
-        length[:] = length[rng.integers(len(length))]
-    chains.k[c, where] = query / norm * length
-
-
-def _align_queries(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    chains.q[c] = chains.q[c, rng.integers(setting.T)]
-
-
-def _clear_keys(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    chains.k[c, _some_keys(rng, setting)] = 0.0
-
-
-def _roll_keys(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    chains.k[c] = np.roll(chains.k[c], rng.integers(-20, 21), axis=0)
-
-
-def _trade_a_little(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    factor = _little(rng)
-    chains.q[c] *= factor
-    chains.k[c] /= factor
-
-
-def _trade_sizes(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    """Longer queries and shorter keys, or the reverse: every score stays."""
-    most = {"float16": 4, "float64": 200}.get(setting.dtype, 30)
-    power = 2.0 ** rng.integers(-most, most + 1)
-    chains.q[c] *= power
-    chains.k[c] /= power
-
-
-def _move(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    """Another range of keys, another place of the queries."""
-    step = int(rng.integers(-20, 21))
-    which = rng.integers(3)
-    if which == 0:
-        chains.first[c] = np.clip(chains.first[c] + step, 0, chains.end[c])
-    elif which == 1:
-        chains.end[c] = np.clip(chains.end[c] + step, chains.first[c], setting.S)
-    elif setting.own_starts:
-        low, high = (0, setting.S - setting.T) if setting.placed else (-setting.T, setting.S + 20)
-        chains.start[c] = np.clip(chains.start[c] + step, low, high)
-
-
-def _stretch(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    """Move some keys that have positions apart, or together, to one place at times."""
-    gaps = np.diff(chains.x[c], prepend=chains.x[c, 0])
-    where = _some_keys(rng, setting)
-    gaps[where] *= 0.0 if rng.random() < 0.1 else _little(rng) ** rng.choice([1, 4])
-    chains.x[c] = chains.x[c, 0] + gaps.cumsum()
-
-
-_CHANGES = (
-    _scale_queries,
-    _scale_keys,
-    _scale_keys,
-    _scale_slopes,
-    _scale_slopes,
-    _disturb,
-    _shift_keys,
-    _align_keys,
-    _align_queries,
-    _clear_keys,
-    _roll_keys,
-    _trade_a_little,
-    _trade_sizes,
-    _move,
-)
+    match kind:
+        case "queries":
+            q[slice(None) if rng.random() < 0.7 else rng.integers(setting.T)] *= little()
+        case "keys":
+            k[some_keys()] *= little()
+        case "slopes":
+            (chains.left if rng.random() < 0.5 else chains.right)[c] *= little()
+        case "disturb":
+            array = q if rng.random() < 0.4 else k
+            size = np.abs(array).mean() * 10 ** rng.uniform(-4, 0)
+            array += size * rng.standard_normal(array.shape)
+        case "shift":  # all keys: softmax does not notice, the bound may
+            size = np.abs(k).mean() * 10 ** rng.uniform(-3, 1)
+            k += size * rng.standard_normal(setting.D)
+        case "align":  # some keys with a query, at their own length or at that of one of them
+            query = q[rng.integers(setting.T)]
+            norm = np.linalg.norm(query)
+            if norm > 0:
+                where = some_keys()
+                length = np.linalg.norm(k[where], axis=1, keepdims=True)
+                if rng.random() < 0.5 and len(length):
+                    length[:] = length[rng.integers(len(length))]
+                k[where] = query / norm * length
+        case "turn":
+            q[:] = q[rng.integers(setting.T)]
+        case "clear":
+            k[some_keys()] = 0.0
+        case "roll":
+            k[:] = np.roll(k, rng.integers(-20, 21), axis=0)
+        case "trade":  # longer queries and shorter keys, or the reverse: every score stays
+            factor = little()
+            q *= factor
+            k /= factor
+        case "sizes":  # likewise, by much
+            most = {"float16": 4, "float64": 200}.get(setting.dtype, 30)
+            power = 2.0 ** rng.integers(-most, most + 1)
+            q *= power
+            k /= power
+        case "move":  # another range of keys, or another place of the queries
+            step, which = int(rng.integers(-20, 21)), rng.integers(3)
+            if which == 0:
+                chains.first[c] = np.clip(chains.first[c] + step, 0, chains.end[c])
+            elif which == 1:
+                chains.end[c] = np.clip(chains.end[c] + step, chains.first[c], setting.S)
+            elif setting.own_starts:
+                low, high = -setting.T, setting.S + 20
+                if setting.placed:
+                    low, high = 0, setting.S - setting.T
+                chains.start[c] = np.clip(chains.start[c] + step, low, high)
+        case "stretch":  # some keys that have positions apart, or together, to one place at times
+            gaps = np.diff(x, prepend=x[0])
+            where = some_keys()
+            gaps[where] *= 0.0 if rng.random() < 0.1 else little() ** rng.choice([1, 4])
+            x[:] = x[0] + gaps.cumsum()
 
 
 def random_setting(
     rng: np.random.Generator, dtype: str, *, decode: bool, num_chains: int = 32, own_starts: bool
 ) -> Setting:
     """Sizes and a tolerance: the default of the type, or one where a violation shows at once."""
-    T = (
-        int(rng.integers(1, 5))
-        if decode
-        else int(rng.choice([5, 9, 17, 50], p=[0.4, 0.3, 0.2, 0.1]))
-    )
+    lengths, shares = (5, 9, 17, 50), (0.4, 0.3, 0.2, 0.1)
+    T = int(rng.integers(1, 5) if decode else rng.choice(lengths, p=shares))
     S = int(rng.choice([130, 200, 300, 500]))
     if decode and rng.random() < 0.5:  # beyond the near blocks, which are read one by one
         S, num_chains = int(rng.choice([1500, 3000, 5000])), num_chains // 4

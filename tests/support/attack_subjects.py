@@ -1,6 +1,8 @@
-"""What the search for dropped mass calls: every near-to-far implementation, in every way it can be called.
+"""What the search for dropped mass calls: every near-to-far implementation, in every way it can be
+called.
 
-A subject takes a setting and its candidates, and gives `out` [C, T, columns], or dv of one row [C, S].
+A subject takes a setting and its candidates, and gives `out` [C, T, columns], or dv of one row [C,
+S].
 """
 
 from __future__ import annotations
@@ -51,13 +53,9 @@ class Attacked:
 
     @property
     def takes_positions(self) -> bool:
-        abilities = {
-            "cpu": cpu.ABILITIES,
-            "torch": blocked.ABILITIES,
-            "jax": jax_blocked.ABILITIES,
-        }
         name = self.implementation.split()[0]
-        return name == "near_to_far" or abilities[name].positions
+        modules = {"cpu": cpu, "torch": blocked, "jax": jax_blocked}
+        return name == "near_to_far" or modules[name].ABILITIES.positions
 
     def setting(self, rng: np.random.Generator) -> Setting:
         """Sizes that this implementation leaves something of, and runs quickly."""
@@ -75,28 +73,19 @@ class Attacked:
 
 def everything() -> list[Attacked]:
     """All that this machine can run."""
-    attacked = [
-        Attacked(f"cpu {target}", mode, dtype)
-        for target in core.targets()
-        for mode in MODES
-        for dtype in DTYPES
+    ways = [(f"cpu {target}", mode) for target in core.targets() for mode in MODES]
+    ways += [
+        ("torch blocked", "forward"),
+        ("torch blocked", "backward"),
+        ("jax blocked", "forward"),
     ]
-    attacked += [
-        Attacked("torch blocked", mode, dtype)
-        for mode in ("forward", "backward")
-        for dtype in DTYPES
-    ]
-    attacked += [Attacked("jax blocked", "forward", dtype) for dtype in DTYPES]
+    attacked = [Attacked(*way, dtype) for way in ways for dtype in DTYPES]
     attacked += [Attacked("near_to_far", "forward", "float64")]
     return attacked + [replace(a, placed=True) for a in attacked if a.takes_positions]
 
 
 def _torch(
-    implementation: str,
-    mode: str,
-    target: str | None,
-    setting: Setting,
-    chains: Chains,
+    implementation: str, mode: str, target: str | None, setting: Setting, chains: Chains
 ) -> np.ndarray:
     narrow = getattr(torch, setting.dtype)
     wide = torch.float64 if setting.dtype == "float64" else torch.float32
@@ -149,21 +138,8 @@ def _target(name: str | None):
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "tolerance"))
-def _jax_blocked(q, k, v, left, right, ranges, start, positions, causal, tolerance):
-    return linbias.jax.attention(
-        q,
-        k,
-        v,
-        left,
-        causal=causal,
-        right_slopes=None if causal else right,
-        scale=1.0,
-        key_range=ranges,
-        query_start=start,
-        positions=positions,
-        tolerance=tolerance,
-        implementation="blocked",
-    )
+def _jax_blocked(q, k, v, left, **options):
+    return linbias.jax.attention(q, k, v, left, **options, scale=1.0, implementation="blocked")
 
 
 def _jax(setting: Setting, chains: Chains) -> np.ndarray:
@@ -175,20 +151,21 @@ def _jax(setting: Setting, chains: Chains) -> np.ndarray:
         left, right = (jnp.asarray(x[None], wide) for x in (chains.left, chains.right))
         ranges = jnp.asarray(np.stack([chains.first, chains.end], -1)[None], jnp.int32)
         start = jnp.asarray(chains.start[:1], jnp.int32)
-        # Counted from the last key: what float32 rounds off there is far below what counts as a loss.
+        # Counted from the last key: what float32 rounds off there is far below what counts as a
+        # loss.
         x = jnp.asarray((chains.x - chains.x[:, -1:])[None], wide) if setting.placed else None
         options = {"causal": setting.causal, "tolerance": setting.tolerance}
-        out = _jax_blocked(q, k, v, left, right, ranges, start, x, **options)
+        options |= {"right_slopes": None if setting.causal else right, "positions": x}
+        out = _jax_blocked(q, k, v, left, key_range=ranges, query_start=start, **options)
     return np.asarray(out[0]).astype(np.float64).swapaxes(0, 1)
 
 
 def _near_to_far(setting: Setting, chains: Chains) -> np.ndarray:
+    v = indicators(setting)
     visit = linbias.near_to_far.attention(
         chains.q[:, None],
         chains.k[:, None],
-        np.broadcast_to(
-            indicators(setting), (setting.num_chains, 1, setting.S, len(indicators(setting)[0]))
-        ),
+        np.broadcast_to(v, (setting.num_chains, 1, *v.shape)),
         chains.left[:, None],
         causal=setting.causal,
         right_slopes=None if setting.causal else chains.right[:, None],

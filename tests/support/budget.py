@@ -17,9 +17,9 @@ def assert_within_budget(
 ) -> None:
     """Raise unless actual is as good as a plain computation.
 
-    Allowed at every entry: twice the largest error of the `plains` against `truth`, plus one rounding step of
-    `dtype` at the largest value of `truth`, plus `tolerance` (the certificate's share) times the spread of `truth`.
-    Values that are not finite must be the same ones.
+    Allowed at every entry: twice the largest error of the `plains` against `truth`, plus one
+    rounding step of `dtype` at the largest value of `truth`, plus `tolerance` (the certificate's
+    share) times the spread of `truth`. Values that are not finite must be the same ones.
     """
     share, words = compare(actual, truth, plains, dtype, tolerance)
     if share > 1:
@@ -33,7 +33,7 @@ def compare(
     dtype: str,
     tolerance: float = 0.0,
 ) -> tuple[float, str]:
-    """The largest error over what is allowed, inf where shapes, infinities or NaN differ, and that in words."""
+    """The largest error over what is allowed, inf where shapes, infinities or NaN differ."""
     for array in (actual, *plains):
         if array.shape != truth.shape:
             return np.inf, f"shape {array.shape}, but the truth has {truth.shape}"

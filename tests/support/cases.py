@@ -1,9 +1,11 @@
-"""The named cases of attention that the contract suite runs and the benchmarks share their inputs with.
+"""The named cases of attention that the contract suite runs and the benchmarks share their inputs
+with.
 
 Sizes in a case are all different and mostly prime, so that a swapped axis fails.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,9 +34,7 @@ class Case:
     query_start: tuple[int, ...] | None = None
     dropout: float = 0.0
     scale: float | None = None
-    places: str | None = (
-        None  # where keys stand, and queries between them (`places_of`); None: counted
-    )
+    places: str | None = None  # where keys stand, and queries between them (`places_of`)
 
     def __str__(self) -> str:
         return self.name
@@ -59,6 +59,9 @@ class Case:
         given = {"key_range": self.key_range, "query_start": self.query_start}
         return {name: np.array(value) for name, value in given.items() if value is not None}
 
+
+Long = partial(Case, B=1, H=4, G=2, T=523, S=787)
+PER_HEAD = (((0, 11), (3, 9), (5, 5)), ((2, 3), (0, 4), (7, 11)))
 
 CASES = (
     Case("T-below-S"),
@@ -99,108 +102,59 @@ CASES = (
     Case("gap-on-the-left", key_range=((5, 9), (6, 6)), query_start=(0, 2)),
     Case("gap-on-the-right", key_range=((1, 4), (0, 2)), query_start=(7, 40)),
     Case(
-        "gaps-asymmetric",
-        causal=False,
-        left="per_batch",
-        right="per_batch",
-        key_range=((4, 7), (1, 4)),
-        query_start=(0, 9),
+        "gaps-asymmetric", causal=False, left="per_batch", right="per_batch",
+        key_range=((4, 7), (1, 4)), query_start=(0, 9),
     ),
     Case(
-        "hidden-left-past-the-keys",
-        causal=False,
-        left="hidden",
-        right="paper",
+        "hidden-left-past-the-keys", causal=False, left="hidden", right="paper",
         query_start=(8, 11),
     ),
-    Case("range-per-head", key_range=(((0, 11), (3, 9), (5, 5)), ((2, 3), (0, 4), (7, 11)))),
+    Case("range-per-head", key_range=PER_HEAD),
     Case(
-        "range-per-head-symmetric",
-        causal=False,
-        T=13,
-        key_range=(((0, 11), (3, 9), (5, 5)), ((2, 3), (0, 4), (7, 11))),
-        query_start=(2, -5),
+        "range-per-head-symmetric", causal=False, T=13, key_range=PER_HEAD, query_start=(2, -5)
     ),
     Case(
-        "range-per-head-dropout",
-        causal=False,
-        dropout=0.4,
+        "range-per-head-dropout", causal=False, dropout=0.4, query_start=(6, 3),
         key_range=(((0, 11), (3, 9), (5, 6)), ((2, 3), (0, 4), (7, 11))),
-        query_start=(6, 3),
     ),
     Case("extreme-logits", logits=300.0),
     Case("equal-scores", keys="equal", T=13, S=17),
     Case("dropout", dropout=0.3, T=17, S=19),
     Case("dropout-range-symmetric", dropout=0.5, causal=False, key_range=((3, 11), (0, 6))),
     # long enough that sides are left, and that tiles and blocks have uneven ends
-    Case("long", B=1, T=1031, S=1031, H=4, G=2),
-    Case("long-cache", B=2, T=3, S=2053, H=4, G=1),
-    Case("long-symmetric", B=1, T=769, S=1153, H=4, G=4, causal=False),
-    Case("long-T-above-S", B=1, T=1153, S=769, H=2, G=2, causal=False, right="halved"),
-    Case(
-        "long-directional",
-        B=1,
-        H=4,
-        G=2,
-        T=619,
-        S=919,
-        causal=False,
-        left="first_half",
-        right="second_half",
+    Long("long", T=1031, S=1031),
+    Long("long-cache", B=2, T=3, S=2053, G=1),
+    Long("long-symmetric", T=769, S=1153, G=4, causal=False),
+    Long("long-T-above-S", T=1153, S=769, H=2, causal=False, right="halved"),
+    Long(
+        "long-directional", T=619, S=919, causal=False, left="first_half", right="second_half"
     ),
-    Case("long-per-batch", B=2, H=2, G=1, T=521, S=877, left="per_batch"),
-    Case("long-range", B=2, H=4, G=2, T=307, S=1213, key_range=((700, 1201), (5, 1213))),
-    Case(
-        "long-right-padding",
-        B=2,
-        H=4,
-        G=2,
-        T=541,
-        S=541,
-        key_range=((0, 409), (100, 541)),
+    Long("long-per-batch", B=2, H=2, G=1, T=521, S=877, left="per_batch"),
+    Long("long-range", B=2, T=307, S=1213, key_range=((700, 1201), (5, 1213))),
+    Long(
+        "long-right-padding", B=2, T=541, S=541, key_range=((0, 409), (100, 541)),
         query_start=(0, 0),
     ),
-    Case("long-chunk", B=2, H=4, G=2, T=257, S=1213, query_start=(500, 0)),
-    Case(
-        "long-chunk-symmetric", B=2, H=4, G=2, T=257, S=1213, causal=False, query_start=(500, 1100)
+    Long("long-chunk", B=2, T=257, S=1213, query_start=(500, 0)),
+    Long("long-chunk-symmetric", B=2, T=257, S=1213, causal=False, query_start=(500, 1100)),
+    Long("long-past-the-keys", B=2, T=131, S=907, query_start=(907, 1031)),
+    Long("long-before-the-keys", B=2, T=131, S=907, causal=False, query_start=(-131, -300)),
+    Long(
+        "long-range-per-head", B=2, T=307, S=1213, causal=False, right="halved",
+        key_range=(((700, 1201), (5, 1213)), ((0, 64), (129, 1003))), query_start=(600, 40),
     ),
-    Case("long-past-the-keys", B=2, H=4, G=2, T=131, S=907, query_start=(907, 1031)),
-    Case(
-        "long-before-the-keys", B=2, H=4, G=2, T=131, S=907, causal=False, query_start=(-131, -300)
-    ),
-    Case(
-        "long-range-per-head",
-        B=2,
-        H=4,
-        G=2,
-        T=307,
-        S=1213,
-        causal=False,
-        right="halved",
-        key_range=(((700, 1201), (5, 1213)), ((0, 64), (129, 1003))),
-        query_start=(600, 40),
-    ),
-    Case("long-cache-past-the-keys", B=2, T=2, S=2053, H=4, G=1, query_start=(2060, 2300)),
-    Case(
-        "long-cache-per-head",
-        B=2,
-        T=3,
-        S=2053,
-        H=4,
-        G=2,
-        causal=False,
+    Long("long-cache-past-the-keys", B=2, T=2, S=2053, G=1, query_start=(2060, 2300)),
+    Long(
+        "long-cache-per-head", B=2, T=3, S=2053, causal=False, query_start=(1000, 2050),
         key_range=(((0, 2053), (700, 1500)), ((2000, 2003), (63, 1900))),
-        query_start=(1000, 2050),
     ),
-    Case("long-dropout", B=1, H=4, G=2, T=523, S=787, dropout=0.2),
-    Case("long-extreme-logits", B=1, H=4, G=2, T=523, S=787, logits=100.0),
-    Case("far-key-aligned", B=1, H=4, G=2, T=523, S=787, keys="far_aligned"),
-    Case(
-        "far-key-aligned-symmetric", B=1, H=4, G=2, T=523, S=787, keys="far_aligned", causal=False
-    ),
-    Case("long-equal-scores", B=1, H=4, G=2, T=523, S=787, keys="equal"),
-    Case("keys-off-center", B=1, H=4, G=2, T=523, S=787, keys="off_center"),
-)
+    Long("long-dropout", dropout=0.2),
+    Long("long-extreme-logits", logits=100.0),
+    Long("far-key-aligned", keys="far_aligned"),
+    Long("far-key-aligned-symmetric", keys="far_aligned", causal=False),
+    Long("long-equal-scores", keys="equal"),
+    Long("keys-off-center", keys="off_center"),
+)  # fmt: skip
 
 
 # For implementations that take positions.
@@ -213,47 +167,28 @@ PLACED_CASES = (
     Case("gaps-left-padding", key_range=((3, 11), (0, 11)), T=11, places="gaps"),
     Case("gaps-one-side-hidden", causal=False, left="hidden", right="paper", places="alike", T=11),
     Case(
-        "gaps-range-per-head",
-        causal=False,
-        T=13,
-        key_range=(((0, 11), (3, 9), (5, 5)), ((2, 3), (0, 4), (7, 11))),
-        query_start=(2, -5),
+        "gaps-range-per-head", causal=False, T=13, key_range=PER_HEAD, query_start=(2, -5),
         places="gaps",
     ),
     Case("gaps-dropout", dropout=0.3, T=17, S=19, places="gaps"),
-    Case("gates-long", B=1, T=501, S=701, H=4, G=2, places="gates"),
-    Case("gaps-long-symmetric", B=1, T=211, S=677, H=4, G=4, causal=False, places="gaps"),
-    Case(
-        "resets-long-asymmetric",
-        B=1,
-        T=207,
-        S=819,
-        H=4,
-        G=2,
-        D=33,
-        E=37,
-        causal=False,
-        right="halved",
-        places="resets",
-        query_start=(500,),
+    Long("gates-long", T=501, S=701, places="gates"),
+    Long("gaps-long-symmetric", T=211, S=677, G=4, causal=False, places="gaps"),
+    Long(
+        "resets-long-asymmetric", T=207, S=819, D=33, E=37, causal=False, right="halved",
+        places="resets", query_start=(500,),
     ),
-    Case("unix-times-long", B=1, T=523, S=787, H=2, G=1, left="steep", places="unix-times"),
-    Case(
-        "alike-long-range",
-        T=101,
-        S=1213,
-        H=2,
-        G=1,
+    Long("unix-times-long", H=2, G=1, left="steep", places="unix-times"),
+    Long(
+        "alike-long-range", B=2, T=101, S=1213, H=2, G=1, places="alike",
         key_range=((700, 1201), (5, 1213)),
-        places="alike",
     ),
-    Case("bursts-long-cache", T=3, S=2053, H=4, G=1, places="bursts"),
-    Case("gates-long-dropout", B=1, H=4, G=2, T=203, S=787, dropout=0.2, places="gates"),
-)
+    Long("bursts-long-cache", B=2, T=3, S=2053, G=1, places="bursts"),
+    Long("gates-long-dropout", T=203, dropout=0.2, places="gates"),
+)  # fmt: skip
 
 
 def places_of(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Where keys stand, [B, H, S] or for all heads [B, S], and queries, [B, H, T]: never falling, but outside the ranges.
+    """Where keys stand, [B, H, S] or for all heads [B, S], and queries, [B, H, T].
 
     "alike": many at one place; "gates": sums of -log f; "resets": gates, some of which forget all.
     """
@@ -330,7 +265,8 @@ def make_inputs(case: Case, dtype: str = "float64", seed: int = 0) -> Inputs:
     elif case.keys == "off_center":
         k += 5.0
     elif case.keys == "far_aligned" and case.S:
-        # The farthest keys point along the queries with the largest norm: what a careless bound forgets.
+        # The farthest keys point along the queries with the largest norm: what a careless bound
+        # forgets.
         q[:] = 1.0 + 0.1 * q
         for far in (0, case.S - 1):
             k[:, :, far] = 40.0 / case.D**0.5
@@ -351,13 +287,13 @@ def make_inputs(case: Case, dtype: str = "float64", seed: int = 0) -> Inputs:
 
 
 def arguments(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Arrays by the side that they belong to, under the names that the arguments of attention have."""
+    """Arrays by their side, under the names that the arguments of attention have."""
     names = {"left": "slopes", "right": "right_slopes"}
     return {names.get(name, name): array for name, array in arrays.items()}
 
 
 def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Round float64 values to those of a narrower type, bfloat16 included, and keep them in float64."""
+    """Round float64 values to those of a narrower type, and keep them in float64."""
     if dtype != "bfloat16":
         return array.astype(dtype).astype(np.float64)
     bits = array.astype(np.float32).view(np.uint32)
@@ -373,7 +309,8 @@ def long(cases: tuple[Case, ...] = CASES) -> tuple[Case, ...]:
     return tuple(case for case in cases if case not in short(cases))
 
 
-# Long cases whose parts others have too: tests that go through every long case leave these to `make check`.
+# Long cases whose parts others have too: tests that go through every long case leave these to
+# `make check`.
 REPEATED = frozenset(
     """long-range long-chunk long-chunk-symmetric long-extreme-logits far-key-aligned
     long-equal-scores long-right-padding long-per-batch long-directional""".split()
@@ -390,7 +327,7 @@ VANISHING_WIDE = ((1e-170, 1e3), (1e3, 1e-170))
 
 
 def far_block(q_size: float, k_size: float) -> tuple[list[np.ndarray], float, float]:
-    """q [1, 70, 64], k, v [1, 4096, 64] with entries of these sizes, slope and scale: one far block of keys counts."""
+    """q [1, 70, 64], k, v [1, 4096, 64], slope and scale: one far block of keys counts."""
     rng, T, S, D, slope, score = np.random.default_rng(0), 70, 4096, 64, 0.01, 45.0
     direction = np.sign(rng.standard_normal(D))
     q = np.tile(direction * q_size, (1, T, 1))
@@ -405,12 +342,15 @@ ATTAINED = ("equal", "steep", "flat", "one-in-64", "far")
 def attained(
     pattern: str, T: int, S: int, sides: int, slope: float = 0.004, places: str | None = None
 ) -> tuple[list[np.ndarray], dict]:
-    """q [1, 1, T, 4], k, v [1, 1, S, 4] and options, for which the bound on keys that are not read is attained.
+    """q [1, 1, T, 4], k, v [1, 1, S, 4] and options, for which the bound on keys that are not read
+    is attained.
 
-    Queries point along (1, 1, 1, 1), and so do all keys ("equal"; "steep": with much slope; "flat": with hardly any,
-    so that their number bounds what they weigh), the one nearest to the queries of every 64, with zeros between them ("one-in-64"), or the outermost 64, which weigh as much as the nearest ("far").
-    With two sides the queries stand in the middle. With `places` keys stand a quarter apart from 1.7e9 on ("even"), in stairs of
-    300 ("alike"), or mostly close together ("bursts"), and lie as far from each other in all.
+    Queries point along (1, 1, 1, 1), and so do all keys ("equal"; "steep": with much slope;
+    "flat": with hardly any, so that their number bounds what they weigh), the one nearest to the
+    queries of every 64, with zeros between them ("one-in-64"), or the outermost 64, which weigh as
+    much as the nearest ("far"). With two sides the queries stand in the middle. With `places` keys
+    stand a quarter apart from 1.7e9 on ("even"), in stairs of 300 ("alike"), or mostly close
+    together ("bursts"), and lie as far from each other in all.
     """
     direction = np.full(4, 0.5)
     slope = {"steep": 0.02, "flat": 1e-5}.get(pattern, slope)

@@ -1,7 +1,8 @@
 """The contract: what every implementation of attention must do, written once.
 
-An implementation's test module wraps it as a `Subject` and gets the suite from `check_case` and the functions
-below. A subject takes and returns float64 NumPy arrays whose values fit the dtype under test.
+An implementation's test module wraps it as a `Subject` and gets the suite from `check_case` and
+the functions below. A subject takes and returns float64 NumPy arrays whose values fit the dtype
+under test.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ class Subject(Protocol):
 
 @cache
 def expected(case: Case, dtype: str):
-    """Inputs, the truth, and two plain computations in the wide type of `dtype`, rounded to `dtype`."""
+    """Inputs, the truth, and plain computations in the wide type, rounded to `dtype`."""
     inputs = make_inputs(case, dtype)
     wide = "float64" if dtype == "float64" else "float32"
     truth = true_attention(inputs, case, np.longdouble if dtype == "float64" else np.float64, SEED)
@@ -54,7 +55,8 @@ def expected(case: Case, dtype: str):
         gradients = {n: round_to(g, dtype if n in "qkv" else wide) for n, g in gradients.items()}
         plains.append((results, gradients))
     if case.S == 1:
-        # Autograd subtracts a sum over one key from itself and loses nothing; who takes it from `out` adds in another order.
+        # Autograd subtracts a sum over one key from itself and loses nothing; who takes it from
+        # `out` adds in another order.
         plains.append(true_attention(inputs, case, np.dtype(wide).type, SEED))
     return inputs, truth, plains
 
@@ -62,7 +64,8 @@ def expected(case: Case, dtype: str):
 def rows(quick: str | Callable[..., bool], *values: tuple) -> list:
     """Rows of a test, of which `make test` runs those that are `quick`; the others are `thorough`.
 
-    `quick` is their names, which are a row's parts joined by hyphens, or says of a row's parts whether it is one.
+    `quick` is their names, which are a row's parts joined by hyphens, or says of a row's parts
+    whether it is one.
     """
     named = {"-".join(map(str, value)): value for value in values}
     if isinstance(quick, str):
@@ -77,7 +80,7 @@ def rows(quick: str | Callable[..., bool], *values: tuple) -> list:
 
 
 def spread(step: int, *values: tuple) -> list:
-    """Rows of a test, of which `make test` runs every `step`-th: each value of each part, not each with each."""
+    """Rows of which `make test` runs every `step`-th, and each value of each part."""
     named = [tuple(map(str, value)) for value in values]
     quick = named[::step]
     for every, some in zip(zip(*named, strict=True), zip(*quick, strict=True), strict=True):
@@ -93,7 +96,7 @@ def long_rows(cases: Sequence[Case]) -> list:
 def check_case(
     subject: Subject, case: Case, dtype: str, layout: str = "plain", again: bool = True
 ) -> None:
-    """Forward, lse and every gradient are within the budget of the definition; a second run (`again`) is bit-equal."""
+    """Forward, lse and all gradients are within the budget; a second run is bit-equal."""
     inputs, truth, plains = expected(case, dtype)
     actual = subject.run(inputs, case, dtype, layout=layout)
     wide = "float64" if dtype == "float64" else "float32"
@@ -140,11 +143,13 @@ def check_hidden_keys_may_hold_anything(subject: Subject, case: Case) -> None:
 def check_certificate_holds(subject: Subject, case: Case, tolerance: float) -> None:
     """With a large tolerance, no row loses more of its probability than that.
 
-    The values are indicator columns of key ranges, so that the output is itself a probability mass.
+    The values are indicator columns of key ranges, so that the output is itself a probability
+    mass.
     """
     inputs, truth = _of_indicators(case)
     results, _ = subject.run(inputs, case, "float64", tolerance=tolerance)
-    # A dropped mass of tolerance raises what stays by its share: out moves by no more, lse falls by log1p.
+    # A dropped mass of tolerance raises what stays by its share: out moves by no more, lse falls
+    # by log1p.
     assert np.abs(results["out"] - truth["out"]).max() <= tolerance
     seen = np.isfinite(truth["lse"])
     loss = -np.expm1(results["lse"][seen] - truth["lse"][seen])
@@ -179,9 +184,11 @@ def check_where_attained(
     slope: float = 0.004,
     places: str | None = None,
 ) -> None:
-    """The worst row misses at most the tolerance where the bound is attained, and for some tolerance `least` of it.
+    """The worst row misses at most the tolerance where the bound is attained, and for some
+    tolerance `least` of it.
 
-    run(q, k, v, slopes, tolerance=..., ...) gives lse [1, 1, T]. The arguments that follow it: see `cases.attained`.
+    run(q, k, v, slopes, tolerance=..., ...) gives lse [1, 1, T]. The arguments that follow it: see
+    `cases.attained`.
     """
     arrays, options, lse = _attained(pattern, T, S, sides, slope, places)
     shares = []

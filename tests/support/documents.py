@@ -1,4 +1,4 @@
-"""The code in README and docs: the blocks of a document follow each other, in a folder where the models that they name lie."""
+"""The code in README and docs, run in a folder where the models that they name lie."""
 
 import ast
 import io
@@ -25,9 +25,11 @@ def blocks(document: Path, language: str) -> list[str]:
 
 @np.printoptions()  # those that a document sets are its own
 def run_python(document: Path) -> int:
-    """Run the blocks whose packages are installed, in the current folder; return how many these are.
+    """Run the blocks whose packages are installed, in the current folder; return how many these
+    are.
 
-    What a block prints must be what the page shows: the block of text that follows it at once, if one does.
+    What a block prints must be what the page shows: the block of text that follows it at once, if
+    one does.
     """
     names: dict[str, Any] = {}
     num_run = 0
@@ -38,10 +40,9 @@ def run_python(document: Path) -> int:
         if all(find_spec(package) is not None for package in _packages(tree)):
             with redirect_stdout(io.StringIO()) as printed:
                 exec(compile(tree, document.name, "exec"), names)
-            if shown and printed.getvalue() != shown:
-                raise AssertionError(
-                    f"{document.name} shows\n{shown}but prints\n{printed.getvalue()}"
-                )
+            actual = printed.getvalue()
+            if shown and actual != shown:
+                raise AssertionError(f"{document.name} shows\n{shown}but prints\n{actual}")
             num_run += 1
     return num_run
 
@@ -98,59 +99,40 @@ def write_paper_model(folder: Path) -> None:
 
 
 def write_existing_models(folder: Path) -> None:
-    """The models of docs/guides/existing-models.md, small and random, where the Hub's names are paths."""
+    """The models of docs/guides/existing-models.md, small and random."""
     from safetensors.torch import save_file
-    from transformers import (
-        BloomConfig,
-        BloomForCausalLM,
-        FalconConfig,
-        FalconForCausalLM,
-    )
+    from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
     from linbias.data.tokenizers import byte_tokenizer
-    from linbias.models import (
-        LinbiasBertConfig,
-        LinbiasBertForMaskedLM,
-    )
+    from linbias.models import LinbiasBertConfig, LinbiasBertForMaskedLM
     from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
     from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
     from linbias.models.encoders.original import to_original
     from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
 
+    decoder = {"vocab_size": 256, "hidden_size": 32}
+    bloom = BloomConfig(**decoder, n_head=4, n_layer=1)
+    falcon = FalconConfig(**decoder, num_attention_heads=4, num_hidden_layers=1, alibi=True)
     storyteller = {"alibi": True, "alibi_bias_max": 16, "clip_qkv": 6}
+    mpt = LinbiasMptConfig(
+        vocab_size=256, d_model=32, n_heads=4, n_layers=1, attn_config=storyteller
+    )
+    baichuan = BaichuanConfig(
+        **decoder, intermediate_size=48, num_attention_heads=4, num_hidden_layers=1,
+        normalize_head=True,
+    )  # fmt: skip
+    jais = JaisConfig(vocab_size=256, n_embd=32, n_head=4, n_layer=1)
     decoders = {
-        "bigscience/bloom-560m": BloomForCausalLM(
-            BloomConfig(vocab_size=256, hidden_size=32, n_head=4, n_layer=1)
-        ),
-        "tiiuae/falcon-rw-1b": FalconForCausalLM(
-            FalconConfig(
-                vocab_size=256, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, alibi=True
-            )
-        ),
-        "mosaicml/mpt-7b-storywriter": LinbiasMptForCausalLM(
-            LinbiasMptConfig(
-                vocab_size=256, d_model=32, n_heads=4, n_layers=1, attn_config=storyteller
-            )
-        ),
-        "baichuan-inc/Baichuan2-13B-Chat": BaichuanForCausalLM(
-            BaichuanConfig(
-                vocab_size=256, hidden_size=32, intermediate_size=48, num_attention_heads=4,
-                num_hidden_layers=1, normalize_head=True,
-            )
-        ),
-        "inceptionai/jais-13b": JaisForCausalLM(
-            JaisConfig(vocab_size=256, n_embd=32, n_head=4, n_layer=1)
-        ),
-    }  # fmt: skip
+        "bigscience/bloom-560m": BloomForCausalLM(bloom),
+        "tiiuae/falcon-rw-1b": FalconForCausalLM(falcon),
+        "mosaicml/mpt-7b-storywriter": LinbiasMptForCausalLM(mpt),
+        "baichuan-inc/Baichuan2-13B-Chat": BaichuanForCausalLM(baichuan),
+        "inceptionai/jais-13b": JaisForCausalLM(jais),
+    }
     for name, model in decoders.items():
         model.save_pretrained(folder / name)
         byte_tokenizer().save(folder / name)
-    sizes = {
-        "vocab_size": 256,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 1,
-    }
+    sizes = {**decoder, "num_attention_heads": 4, "num_hidden_layers": 1}
     config = LinbiasBertConfig(**sizes, intermediate_size=48)
     weights = dict(LinbiasBertForMaskedLM(config).state_dict())
     original = sizes | {

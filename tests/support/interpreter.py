@@ -1,8 +1,10 @@
-"""What Triton's interpreter lacks: bfloat16 as the hardware rounds and multiplies it, and an error where a kernel strays.
+"""What Triton's interpreter lacks: bfloat16 as the hardware rounds and multiplies it, and an error
+where a kernel strays.
 
-The interpreter stores bfloat16 as uint16, multiplies these as integers, and cuts off where a GPU rounds to nearest. And it
-reads and writes through bare pointers: outside an array it finds what happens to lie there. `repaired` mends both, and
-spares the interpreter's search through all of `triton.language` at every call of a function inside a kernel.
+The interpreter stores bfloat16 as uint16, multiplies these as integers, and cuts off where a GPU
+rounds to nearest. And it reads and writes through bare pointers: outside an array it finds what
+happens to lie there. `repaired` mends both, and spares the interpreter's search through all of
+`triton.language` at every call of a function inside a kernel.
 """
 
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from triton.runtime import interpreter
 
 @contextmanager
 def repaired() -> Iterator[None]:
-    """Run kernels with bfloat16 as on a GPU; IndexError where one touches memory that none of its arguments spans."""
+    """Run kernels with bfloat16 as on a GPU; IndexError for memory that no argument spans."""
     memory, arrays = interpreter._interpreter, Arrays()
     guarded = SimpleNamespace(
         **{name: getattr(memory, name) for name in dir(memory) if not name.startswith("_")}
@@ -41,7 +43,8 @@ def repaired() -> Iterator[None]:
 
     def run(self, *arguments, **options):
         arrays.take((*arguments, *options.values()))
-        # What is replaced for one function stays replaced, for all of its module, until the kernel ends.
+        # What is replaced for one function stays replaced, for all of its module, until the kernel
+        # ends.
         seen: set[str] = set()
 
         def patch_once(fn):
@@ -56,7 +59,8 @@ def repaired() -> Iterator[None]:
         a, b = (cast_impl(self, x, tl.float32) for x in (a, b))
         if added.dtype.scalar != tl.float32:
             return multiply(self, a, b, added, *rest)
-        # The sum of NumPy's float32 product depends on which side is transposed, on some processors; a GPU's does not.
+        # The sum of NumPy's float32 product depends on which side is transposed, on some
+        # processors; a GPU's does not.
         product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
         return interpreter.TensorHandle(product + added.data, tl.float32)
 

@@ -32,7 +32,7 @@ def die() -> None:
 
 
 def callbacks_that_kill(event: str, step: int) -> list[TrainerCallback]:
-    """Makes this process die at an event of the Trainer, "while saving" that step, or "while moving" the model."""
+    """Makes this process die at an event of the Trainer, "while saving" or "while moving"."""
     torch_save, os_replace = torch.save, os.replace
 
     def save_and_die(content: object, path: str) -> None:
@@ -57,7 +57,7 @@ def callbacks_that_kill(event: str, step: int) -> list[TrainerCallback]:
 def killed_processes(
     target: Callable[..., None], deaths: Iterable[tuple[Any, ...]], *arguments: Any
 ) -> None:
-    """Runs `target(*death, *arguments)` in a process of its own for each death, of which it has to die."""
+    """Runs `target(*death, *arguments)` in a process of its own, of which it has to die."""
     context = multiprocessing.get_context("forkserver")  # imports once, dies often
     context.set_forkserver_preload(["linbias.lm.extrapolation", "linbias.paper.pipeline"])
     for death in deaths:

@@ -17,12 +17,13 @@ from linbias.jax import attention, call
 from linbias.jax.impl import cpu
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu")
-HEADS_SECOND = ("out", "q", "k", "v", "lse")  # arrays that JAX wants [B, T, H, ...]
+HEADS_SECOND = ("out", "q", "k", "v", "dout", "lse", "dlse")  # what JAX wants [B, T, H, ...]
+ARRAYS = ("q", "k", "v", "left", "right", "positions", "query_positions")
 
 
 @functools.cache
 def has_float16() -> bool:
-    """Whether XLA rounds to float16 on this processor: without F16C it names a function that it does not have."""
+    """Whether XLA rounds to float16 on this processor, which it does not without F16C."""
     try:
         jax.jit(lambda x: x.astype(jnp.float16))(jnp.ones(3, jnp.float32))
     except jax.errors.JaxRuntimeError:
@@ -64,7 +65,7 @@ class JaxSubject:
         with jax.enable_x64(dtype == "float64"), known_dropout:
             arrays = {
                 name: to_jax(name, array, dtype if name in ("q", "k", "v", "dout") else wide)
-                for name in ("q", "k", "v", "left", "right", "dout", "dlse")
+                for name in (*ARRAYS, "dout", "dlse")
                 if (array := getattr(inputs, name)) is not None
             }
             dout, dlse = (arrays.pop(name) for name in ("dout", "dlse"))
@@ -80,7 +81,7 @@ class JaxSubject:
 
 
 def to_jax(name, array, dtype):
-    return jnp.asarray(array if name in ("left", "right") else array.swapaxes(1, 2), dtype)
+    return jnp.asarray(array.swapaxes(1, 2) if name in HEADS_SECOND else array, dtype)
 
 
 def to_numpy(arrays):
@@ -97,6 +98,12 @@ def numpy_attention(q, k, v, *args, **options):
         *(np.asarray(x, float).swapaxes(1, 2) for x in (q, k, v)), *args, **options
     )
     return out.swapaxes(1, 2)
+
+
+def assert_close(found, wanted, allowed=1e-4):
+    """Whether two trees of arrays agree."""
+    for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=allowed, atol=allowed)
 
 
 SIZES = (2, 9, 4, 8)

@@ -1,4 +1,4 @@
-"""The plain computation whose error sets the budget: the definition in PyTorch operations, head by head."""
+"""The plain computation whose error sets the budget: the definition in PyTorch."""
 
 import math
 from dataclasses import replace
@@ -20,8 +20,8 @@ def plain_attention(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return {out, lse} and the gradients {q, k, v, left, right} as float64 arrays.
 
-    turn rotates the entries of q and k, and the keys are taken in the order of these indices: the same sums in another
-    order, as good a computation, rounded otherwise.
+    turn rotates the entries of q and k, and the keys are taken in the order of these indices: the
+    same sums in another order, as good a computation, rounded otherwise.
     """
     inputs = replace(inputs, q=np.roll(inputs.q, turn, -1), k=np.roll(inputs.k, turn, -1))
     leaves = {
@@ -32,20 +32,18 @@ def plain_attention(
     if case.places:  # whose differences are to be right in any dtype
         leaves["positions"] = torch.tensor(inputs.positions, requires_grad=True)
         leaves["query_positions"] = torch.tensor(inputs.query_positions, requires_grad=True)
-    keep = None
-    if case.dropout:
-        keep = torch.from_numpy(keep_mask(seed, case))
+    keep = torch.from_numpy(keep_mask(seed, case)) if case.dropout else None
     keys = torch.arange(case.S) if order is None else torch.tensor(order)
-    rows = []
-    for b in range(case.B):
-        for h in range(case.H):
-            rows.append(_one_head(leaves, case, b, h, None if keep is None else keep[b, h], keys))
-    if rows:
-        out = torch.stack([row[0] for row in rows]).view(case.B, case.H, case.T, case.E)
-        lse = torch.stack([row[1] for row in rows]).view(case.B, case.H, case.T)
-    else:
-        out, lse = torch.zeros(0, case.H, case.T, case.E), torch.zeros(0, case.H, case.T)
-    if rows:
+    out, lse = torch.zeros(0, case.H, case.T, case.E), torch.zeros(0, case.H, case.T)
+    heads = [
+        _one_head(leaves, case, b, h, None if keep is None else keep[b, h], keys)
+        for b, h in np.ndindex(case.B, case.H)
+    ]
+    if heads:
+        out, lse = (
+            torch.stack(x).view(case.B, *full.shape[1:])
+            for x, full in zip(zip(*heads, strict=True), (out, lse), strict=True)
+        )
         dlse = torch.tensor(inputs.dlse, dtype=dtype)
         loss = (out * torch.tensor(inputs.dout, dtype=dtype)).sum()
         loss = loss + (lse * dlse)[lse.detach() > -math.inf].sum()

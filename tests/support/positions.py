@@ -1,4 +1,4 @@
-"""Calls of attention whose keys stand at given positions, and what they must give: loops over pairs, in long double."""
+"""Calls of attention whose keys stand at given positions, and what PyTorch must give."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,10 +88,12 @@ PLACED = (
     Placed("left-padding", 11, 11, _padded(_rising(4, B, 11), (3, 11), (0, 11)),
            options={"key_range": np.array([[3, 11], [0, 11]]), **SIDES}),
     Placed("right-padding", 11, 11, _padded(_rising(5, B, H, 11), (0, 6), (2, 9)),
-           options={"key_range": np.array([[0, 6], [2, 9]]), "query_start": np.array([0, 0]), **SIDES}),
+           options={"key_range": np.array([[0, 6], [2, 9]]), "query_start": np.array([0, 0]),
+                    **SIDES}),
     Placed("range-per-head", 3, 11, PER_HEAD,
            options={"key_range": HEAD_RANGES, "query_start": np.array([5, 8]), **SIDES}),
-    Placed("nothing-in-range", 4, 5, np.full((B, 5), NAN), options={"key_range": np.array([[0, 0], [5, 5]])}),
+    Placed("nothing-in-range", 4, 5, np.full((B, 5), NAN),
+           options={"key_range": np.array([[0, 0], [5, 5]])}),
     Placed("no-keys", 4, 0, np.zeros((B, 0))),
     Placed("no-queries", 0, 4, np.zeros((B, 4))),
     Placed("queries-between", 6, 11, PER_HEAD,
@@ -104,12 +106,14 @@ PLACED = (
     Placed("queries-far-beyond", 4, 11, STAMPS, options={"query_start": np.array([10, 20]),
            "query_positions": _far(STAMPS[:, -1:], 4)}),
     Placed("queries-far-beyond-padding", 4, 11, _padded(_rising(6, B, H, 11), (2, 8), (0, 11)),
-           np.ones((B, H)) * [[0.5], [2.0]], {"key_range": np.array([[2, 8], [0, 11]]), "query_start": np.array([7, 10]),
+           np.ones((B, H)) * [[0.5], [2.0]],
+           {"key_range": np.array([[2, 8], [0, 11]]), "query_start": np.array([7, 10]),
            "query_positions": _far(np.full((B, H, 1), 40.0), 4), **SIDES_OF_ROWS}),
     Placed("queries-far-before", 4, 11, PER_HEAD, options={"query_start": np.array([-4, -9]),
            "query_positions": -_far(np.zeros((B, H, 1)), 4)[..., ::-1], **SIDES}),
     Placed("queries-far-beyond-hidden", 4, 11, STAMPS, [INF, INF, 0.5, 0.0],
-           {"query_start": np.array([10, 11]), "query_positions": _far(STAMPS[:, -1:], 4), **HIDING}),
+           {"query_start": np.array([10, 11]),
+            "query_positions": _far(STAMPS[:, -1:], 4), **HIDING}),
 )  # fmt: skip
 
 
@@ -153,28 +157,29 @@ def across_blocks(T: int, S: int) -> tuple[Placed, ...]:
         Placed("long-between", T, S, x["bursts"],
                options={"query_positions": _between(x["bursts"], S - T, T), **SIDES}),
         Placed("long-beyond", T, S, x["even"],
-               options={"query_positions": _between(x["even"], S - T + 1, T), "query_start": np.array([S - T + 1] * B), **SIDES}),
+               options={"query_positions": _between(x["even"], S - T + 1, T),
+                        "query_start": np.array([S - T + 1] * B), **SIDES}),
     )  # fmt: skip
 
 
 def arguments(
-    call: Placed, dtype: torch.dtype = torch.float64, positions: torch.dtype = torch.float64
+    call: Placed, dtype: torch.dtype = torch.float64
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """PyTorch's arguments for a call: arrays that require grad, slopes in the wide type, and options."""
+    """PyTorch's arguments for a call: arrays that require grad, and options."""
     wide = torch.promote_types(dtype, torch.float32)
     arrays = [torch.tensor(x, dtype=dtype).requires_grad_() for x in call.arrays[:3]]
     arrays.append(torch.tensor(call.arrays[3], dtype=wide).requires_grad_())
     given = {name: x if isinstance(x, bool) else torch.tensor(x) for name, x in call.given.items()}
     for name in ("positions", "query_positions"):
         if name in given and given[name].is_floating_point():
-            given[name] = given[name].to(positions).requires_grad_()
+            given[name].requires_grad_()
     if "right_slopes" in given:
         given["right_slopes"] = given["right_slopes"].to(wide).requires_grad_()
     return arrays, given
 
 
 def check_torch(call: Placed, implementation: str, dtype: torch.dtype, allowed: float) -> None:
-    """Out, lse and every gradient are the definition's of the same numbers, but for `allowed` of the largest, at least 1."""
+    """Results and gradients are the definition's, but for `allowed` of the largest."""
     arrays, given = arguments(call, dtype)
     results = linbias.torch.attention(
         *arrays, **given, implementation=implementation, return_lse=True
@@ -208,9 +213,11 @@ def check_torch(call: Placed, implementation: str, dtype: torch.dtype, allowed: 
 def share_missing(
     pattern: str, S: int, sides: int, tolerance: float, implementation: str
 ) -> float:
-    """The largest share of a row's probability that goes unread where all keys are alike and along the queries.
+    """The largest share of a row's probability that goes unread where all keys are alike and along
+    the queries.
 
-    The slope is such that the farthest keys still count, so that blocks, which go as a whole, hold little each.
+    The slope is such that the farthest keys still count, so that blocks, which go as a whole, hold
+    little each.
     """
     T, x = 24, patterns(S)[pattern]
     slope = 6 / (x[-1] - x[0])
@@ -226,50 +233,6 @@ def share_missing(
     rows = np.arange(T) // found.tile_rows
     first, end = found.first.numpy()[..., rows], found.end.numpy()[..., rows]
     return near_to_far.share_outside(q, k, first, end, [slope], **options).max()
-
-
-def truth(
-    call: Placed, x: np.ndarray | None = None, xq: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Out and lse, as the rules say them, pair by pair; x and xq in the place of the call's positions."""
-    q, k, v, slopes = (array.astype(np.longdouble) for array in call.arrays)
-    T, S, options = call.T, call.S, call.options
-    x = call.positions if x is None else x
-    xq = options.get("query_positions") if xq is None else xq
-    right = slopes if not options.get("causal", True) else np.full(H, INF)
-    right = options.get("right_slopes", right)
-    ranges = np.broadcast_to(np.array([0, S]), (B, G, 2))
-    if "key_range" in options:
-        given = options["key_range"]
-        ranges = np.broadcast_to(given if given.ndim == 3 else given[:, None], (B, G, 2))
-    starts = options.get("query_start", ranges[..., 1].max(1) - T)
-    out, lse = np.zeros((B, H, T, E), np.longdouble), np.full((B, H, T), -INF, np.longdouble)
-    for b, h, t in np.ndindex(B, H, T):
-        g, p = h // (H // G), starts[b] + t
-        first, end = ranges[b, g]
-        if first == end:
-            continue
-        stands = _of(x, b, h).astype(np.longdouble)
-        at = stands[min(max(p, first), end - 1)] if xq is None else np.longdouble(_of(xq, b, h)[t])
-        scores, values = [], []
-        for s in range(first, end):
-            slope = (slopes if s <= p else right)[..., h]
-            slope = slope[b] if slope.ndim else slope
-            if np.isinf(slope) and s != p:
-                continue
-            distance = at - stands[s] if s <= p else stands[s] - at
-            away = 0 if np.isinf(slope) else slope * distance
-            scores.append(q[b, h, t] @ k[b, g, s] / np.sqrt(np.longdouble(D)) - away)
-            values.append(v[b, g, s])
-        if scores:
-            weights = np.exp(np.array(scores) - max(scores))
-            out[b, h, t] = weights @ np.array(values) / weights.sum()
-            lse[b, h, t] = max(scores) + np.log(weights.sum())
-    return out, lse
-
-
-def _of(x: np.ndarray, b: int, h: int) -> np.ndarray:
-    return x[b] if x.ndim == 2 else x[b, h]
 
 
 def backward(call: Placed, dout: np.ndarray, dlse: np.ndarray) -> linbias.definition.Gradients:

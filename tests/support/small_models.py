@@ -1,4 +1,5 @@
-"""Small models of both families, for tests: float64, so that two ways to the same number agree to 1e-12.
+"""Small models of both families, for tests: float64, so that two ways to the same number agree to
+1e-12.
 
 Their weights are large, or all predictions would be alike and mistakes would hardly show.
 """
@@ -29,7 +30,8 @@ needs_released = pytest.mark.skipif(
 needs_onednn = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch has no oneDNN"
 )
-# oneDNN multiplies bfloat16 wherever AVX-512 is, fast or not; our models ask it to only where that is fast (`linear._types`).
+# oneDNN multiplies bfloat16 wherever AVX-512 is, fast or not; our models ask it to only where that
+# is fast (`linear._types`).
 has_bfloat16 = (
     hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
     and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -46,12 +48,8 @@ every_block = pytest.mark.parametrize("block", BLOCKS)
 
 
 def settings(**changes: Any) -> LinbiasConfig:
-    small = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 4}
     return LinbiasConfig(**{**small, "train_length": 48, "initializer_range": 0.3, **changes})
 
 
@@ -66,12 +64,8 @@ def build(**changes: Any) -> LinbiasForCausalLM:
 
 
 def build_paper(**changes: Any) -> PaperForCausalLM:
-    small = {
-        "vocab_size": PAPER_VOCAB,
-        "hidden_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-    }
+    small = {"vocab_size": PAPER_VOCAB, "hidden_size": 24, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 3}
     fit = {"intermediate_size": 50, "train_length": 16, "cutoffs": (11, 30), "adaptive_factor": 2}
     model = PaperForCausalLM(PaperConfig(**{**small, **fit, **changes})).double().eval()
     for p in model.parameters():
@@ -93,10 +87,7 @@ both_families = pytest.mark.parametrize(
     ("make", "position", "draw"),
     [
         *(pytest.param(build, position, tokens, id=position) for position in POSITIONS),
-        *(
-            pytest.param(build_paper, position, paper_tokens, id=f"paper-{position}")
-            for position in PAPER_POSITIONS
-        ),
+        *(pytest.param(build_paper, p, paper_tokens, id=f"paper-{p}") for p in PAPER_POSITIONS),
     ],
 )
 

@@ -1,8 +1,10 @@
-"""Compile what a call would launch for a GPU that is not here: python -m triton_compile 90 64 128 (capability, head sizes).
+"""Compile what a call would launch for a GPU that is not here: python -m triton_compile 90 64 128
+(capability, head sizes).
 
-The launching functions run as they are, arguments specialised as on a device; only the driver is a stand-in, and nothing is
-launched. Prints for each kernel registers, bytes of stack (what did not fit them) and of shared memory, and how many
-instructions a warp spends on 32 scores in each innermost loop, with the share of those that touch the stack.
+The launching functions run as they are, arguments specialised as on a device; only the driver is a
+stand-in, and nothing is launched. Prints for each kernel registers, bytes of stack (what did not
+fit them) and of shared memory, and how many instructions a warp spends on 32 scores in each
+innermost loop, with the share of those that touch the stack.
 """
 
 import re
@@ -34,9 +36,7 @@ class Compiled(NamedTuple):
     shared: int  # bytes
     registers: int
     stack: int  # bytes
-    loops: list[
-        tuple[int, int]
-    ]  # instructions of an innermost loop with products, and those on the stack
+    loops: list[tuple[int, int]]  # instructions of an innermost loop, and those on the stack
 
 
 def launched(call, capability: int, only: str = "") -> list[Compiled]:
@@ -70,24 +70,20 @@ def describe(name: str, kernel) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage, code = (
-            subprocess.run(
-                [tool, kind, file.name], capture_output=True, text=True, check=True
-            ).stdout
-            for kind in ("-res-usage", "-sass")
-        )
-    numbers = dict(re.findall(r"(REG|STACK):(\d+)", usage))
+        commands = ([tool, kind, file.name] for kind in ("-res-usage", "-sass"))
+        usage, code = (subprocess.check_output(command, text=True) for command in commands)
+    numbers = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", usage)}
     return Compiled(
-        name,
-        kernel.metadata.shared,
-        int(numbers["REG"]),
-        int(numbers["STACK"]),
-        innermost_loops(code),
+        kernel=name,
+        shared=kernel.metadata.shared,
+        registers=numbers["REG"],
+        stack=numbers["STACK"],
+        loops=innermost_loops(code),
     )
 
 
 def innermost_loops(code: str) -> list[tuple[int, int]]:
-    """Instructions of each innermost loop with matrix products, and how many of them touch the stack."""
+    """Instructions of each innermost loop with products, and how many touch the stack."""
     found = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)
     instructions = [text for _, text in found]
     index_of = {int(address, 16): index for index, (address, _) in enumerate(found)}
@@ -114,16 +110,13 @@ def launch_everything(
     G: int = 2,
     placed: bool = False,
 ) -> None:
-    """Forward, backward and decode; with every feature, or with none but the certificate; placed: keys at given positions."""
+    """Forward, backward and decode, with every feature or none; placed: at positions."""
     B, T, S = 1, 1024, 4096
     q, k, v, dout = (
         torch.zeros(B, n, m, D, dtype=dtype) for n, m in ((H, T), (G, S), (G, S), (H, T))
     )
-    results = {
-        "out": torch.empty_like(q),
-        "row_max": torch.empty(B, H, T),
-        "log_sum": torch.empty(B, H, T),
-    }
+    results = {name: torch.empty(B, H, T) for name in ("row_max", "log_sum")}
+    results["out"] = torch.empty_like(q)
     visited = torch.zeros(B, H, 99, 2, dtype=torch.int32)
     call = Call(
         q=q,
@@ -172,7 +165,8 @@ def main() -> None:
                 loops = "  ".join(
                     f"{n * per_score:.1f} ({spilt / n:.0%})" for n, spilt in done.loops
                 )
-                case = f"sm_{capability} {D:3} {'positions, too' if placed else 'all features' if full else 'plain':14} {done.kernel:14}"
+                what = "positions, too" if placed else "all features" if full else "plain"
+                case = f"sm_{capability} {D:3} {what:14} {done.kernel:14}"
                 print(
                     f"{case} {done.registers:3} {done.stack:4} {done.shared:6}  {loops}",
                     flush=True,

@@ -1,7 +1,7 @@
 """The definition once more, written out by hand in NumPy in a type wider than the one under test.
 
-float64 is the truth for the narrower types, long double for float64. It must agree with `linbias.attention`
-(test_reference.py); it adds what that leaves out: key ranges and dropout.
+float64 is the truth for the narrower types, long double for float64. It must agree with
+`linbias.attention` (test_reference.py); it adds what that leaves out: key ranges and dropout.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ def true_attention(
     seed: int = 0,
     order: np.ndarray | slice = np.s_[:],
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return {out, lse} and the gradients {q, k, v, left, right}; the keys are taken in the order of these indices."""
+    """Return {out, lse} and the gradients; keys are taken in the order of these indices."""
     names = ("q", "k", "v", "left", "right", "positions", "query_positions", "dout", "dlse")
     arrays = {n: getattr(inputs, n) for n in names}
     q, k, v, left, right, x, xq, dout, dlse = (
@@ -80,7 +80,7 @@ def true_attention(
 def _reach(
     case: Case, b: int, g: int, slopes: list, keys: np.ndarray
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], np.ndarray]:
-    """Which keys are hidden, how many places each lies to the left and to the right, and whether left or at the query, [T, S]."""
+    """Which keys are hidden, how far each lies to either side, and whether left, [T, S]."""
     first, end = case.ranges[b, g]
     distance = (np.arange(case.T)[:, None] + case.starts[b]) - keys
     reaches = np.maximum(distance, 0), np.maximum(-distance, 0)
@@ -91,7 +91,7 @@ def _reach(
 
 
 def keep_mask(seed: int, case: Case) -> np.ndarray:
-    """The dropout mask [B, H, T, S] by the rule in linbias/torch/dropout.py, in uint32 arithmetic."""
+    """The dropout mask [B, H, T, S] by the rule in linbias/torch/dropout.py."""
     b_h = np.arange(case.B * case.H, dtype=np.uint32).reshape(case.B, case.H, 1, 1)
     t = np.arange(case.T, dtype=np.uint32)[:, None]
     s = np.arange(case.S, dtype=np.uint32)

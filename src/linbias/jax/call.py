@@ -1,4 +1,4 @@
-"""A call of attention from its arguments to its results: check, fill in what is left open, choose, run."""
+"""A call of attention: check its arguments, fill in what is left open, choose, run."""
 
 import types
 from collections.abc import Callable, Sequence
@@ -36,11 +36,12 @@ def prepare(
     sequence_axes: Sequence[str] = (),
     **options: Any,
 ) -> tuple[Inputs, Problem]:
-    """Check the arguments of a call and fill in what they leave open: what the implementations take.
+    """Check the arguments of a call and fill in what they leave open: what the implementations
+    take.
 
     sequence_axes: mesh axes of a shard_map over which the length is split, and the heads are not.
     """
-    of_call = [describe(name, x, function) for name, x in zip("qkv", (q, k, v), strict=True)]
+    of_call = [_describe(function, name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
     # Where one lies in parts on several devices, so does the call; the rest is JAX's to check.
     device = max((x.device for x in of_call), key=lambda name: " " in name)
     wide = np.float64 if of_call[0].dtype == "float64" else np.float32
@@ -51,7 +52,7 @@ def prepare(
     request = Request(q=q, k=k, v=v, slopes=left, right_slopes=right, **options)
     given = {name: getattr(request, name) for name in _request.ARRAYS}
     described: Any = {
-        name: describe(name, x, function)._replace(device=device)
+        name: _describe(function, name, x)._replace(device=device)
         for name, x in given.items()
         if x is not None
     }
@@ -69,14 +70,14 @@ def prepare(
     if mask is not None:
         mask = jnp.asarray(mask, wide if problem.added else bool)
     # Traced values are unchecked: limits keep every index among the keys and every loop short.
+    farthest = _request.LARGEST_START
+    limited = request._replace(
+        key_range=_clamp(request.key_range, 0, problem.S),
+        query_start=_clamp(request.query_start, -farthest, farthest),
+        mask=mask,
+    )
     filled = _request.fill(
-        request._replace(
-            key_range=_clamp(request.key_range, 0, problem.S),
-            query_start=_clamp(
-                request.query_start, -_request.LARGEST_START, _request.LARGEST_START
-            ),
-            mask=mask,
-        ),
+        limited,
         problem,
         lambda: np.asarray(slopes_of_paper(problem.H) if problem.H else (), wide),
         jnp.broadcast_to,
@@ -84,9 +85,9 @@ def prepare(
     )
     of_heads, key_bound, mask = (problem.B, problem.H), filled["key_bound"], filled["mask"]
     right = filled["right"]
-    x, xq = None, None
-    if request.positions is not None:
-        x, xq = standing.in_parts(request.positions, request.query_positions)
+    x, xq = request.positions, request.query_positions
+    if x is not None:
+        x, xq = standing.in_parts(x, xq)
     inputs = Inputs(
         **{
             **filled,
@@ -122,10 +123,7 @@ def run(
 
 
 def on_its_mesh(function: Callable[[Inputs], Any], inputs: Inputs, specs: Any) -> Any:
-    """Run an implementation; where q lies on explicit axes of a mesh, the results lie as their specs say.
-
-    Inside, the compiler decides what lies where, as for a mesh whose axes are not explicit.
-    """
+    """Run an implementation; on explicit axes of a mesh the results lie as their specs say."""
     mesh = jax.typeof(inputs.q).sharding.mesh
     if not mesh.explicit_axes:
         return function(inputs)
@@ -140,14 +138,14 @@ def spec_on_mesh(q: Array) -> tuple[Any, ...]:
 
 
 def _refuse_in_shard_map(function: str, sequence_axes: Sequence[str]) -> None:
-    """A shard cannot tell whether its heads are all there are, or those of a part, whose slopes are others."""
+    """A shard cannot tell whether its heads are all there are, or a part with other slopes."""
     mesh = jax.sharding.get_abstract_mesh()
     others = (name for name in mesh.manual_axes if name not in sequence_axes)
     split = [f"{name!r}" for name in others if mesh.shape[name] > 1]
     if split:
         raise ValueError(
-            f"{function}: slopes must be given inside shard_map, here over {', '.join(split)}: those of the heads of"
-            " the shard, a part of linbias.slopes(H) where heads are split, else all"
+            f"{function}: slopes must be given inside shard_map, here over {', '.join(split)}: of"
+            " the heads of the shard, a part of linbias.slopes(H) where heads are split, else all"
         )
 
 
@@ -162,17 +160,14 @@ def _clamp(integers: ArrayLike | None, low: int, high: int) -> Array | None:
     return jnp.clip(integers, max(low, limits.min), high).astype(jnp.int32)
 
 
-def describe(name: str, array: Any, function: str = "attention") -> Described:
-    """Describe an array to the argument rules. Anything else is refused, and so is float64 while JAX has it switched off."""
+def _describe(function: str, name: str, array: Any) -> Described:
+    """Describe an array to the rules; refuse what is none, and float64 that JAX would round."""
     if not isinstance(array, Array | np.ndarray):
         raise TypeError(
             f"{function}: {name} must be a jax.Array or numpy.ndarray, got {type(array).__name__}"
         )
-    if (
-        name in "qkv"
-        and array.dtype == np.float64
-        and jax.dtypes.canonicalize_dtype(np.float64) != np.float64
-    ):
+    rounded = jax.dtypes.canonicalize_dtype(np.float64) != np.float64
+    if name in "qkv" and array.dtype == np.float64 and rounded:
         raise TypeError(
             f"{function}: {name} must be at most float32 while jax_enable_x64 is off, got float64"
         )
@@ -194,7 +189,7 @@ def _device(array: ArrayLike) -> str:
 
 
 def _as_slopes(function: str, name: str, values: Slopes, wide: type) -> ArrayLike:
-    """Slopes in the wide dtype. What is no JAX array stays in NumPy, where values can be read even when tracing."""
+    """Slopes in the wide dtype; what is no JAX array stays in NumPy, known even when tracing."""
     if not isinstance(values, Array):
         return _request.real_array(function, name, values).astype(wide)
     if jnp.iscomplexobj(values):

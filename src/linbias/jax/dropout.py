@@ -1,4 +1,5 @@
-"""The dropout mask of `linbias.torch.dropout` in JAX: a function of (seed, batch, head, query, key) alone.
+"""The dropout mask of `linbias.torch.dropout` in JAX: a function of (seed, batch, head, query,
+key) alone.
 
 mix(x):  x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16
 row  = mix(mix(mix(seed) ^ (b * H + h)) ^ t)
@@ -11,21 +12,18 @@ from jax import Array
 
 
 def draw_seed(key: Array) -> Array:
-    """Turn a key of `jax.random` into a seed, uint32 []."""
+    """Turn a key of `jax.random` into a seed, uint32."""
     return jax.random.bits(key, (), jnp.uint32)
 
 
 def keep_mask(
     seed: Array, dropout: float, batch_heads: Array, queries: Array, keys: Array
 ) -> Array:
-    """Say which weights stay: seed [], batch_heads [...], queries [..., T], keys [..., S] -> bool [..., T, S]."""
-    rows = _mix(_mix(_mix(seed) ^ _word(batch_heads))[..., None] ^ _word(queries))
-    mixed = _mix(rows[..., None] ^ _mix(_word(keys))[..., None, :])
+    """Which weights stay: batch_heads [...], queries [..., T], keys [..., S] -> [..., T, S]."""
+    batch_heads, queries, keys = (x.astype(jnp.uint32) for x in (batch_heads, queries, keys))
+    rows = _mix(_mix(_mix(seed) ^ batch_heads)[..., None] ^ queries)
+    mixed = _mix(rows[..., None] ^ _mix(keys)[..., None, :])
     return mixed >= jnp.uint32(round(dropout * 2**32))
-
-
-def _word(x: Array) -> Array:
-    return x.astype(jnp.uint32)
 
 
 def _mix(x: Array) -> Array:

@@ -1,12 +1,12 @@
-"""Linear biases inside Flax: an `attention_fn` for the multi-head attention of `flax.linen` and `flax.nnx`.
+"""Linear biases inside Flax: an `attention_fn` for its multi-head attention (`linen` and `nnx`).
 
-Flax gives an attention function neither positions nor lengths, only a mask, so this module reads the mask
-(`_read_mask`): where a query stands, which keys are padding, and whether it fits the variant.
+Flax gives an attention function neither positions nor lengths, only a mask, so this module reads
+it: where a query stands, which keys are padding, and whether it fits the variant.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, Never, TypedDict
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -33,45 +33,47 @@ def attention_fn(
     implementation: str = "auto",
     **unknown: Never,
 ) -> Callable[..., Array]:
-    """Make the `attention_fn=` of a Flax multi-head attention: linear biases, and no bias in memory.
+    """Make the `attention_fn=` of a Flax multi-head attention: linear biases, no bias in memory.
 
-    For `flax.linen.MultiHeadDotProductAttention` (`MultiHeadAttention`) and `flax.nnx.MultiHeadAttention`.
+    For `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`.
 
-    | variant       | slopes, right_slopes                                    | for                             |
-    |---------------|--------------------------------------------------------|---------------------------------|
-    | `causal`      | (m, inf)                                               | language models (the paper)     |
-    | `symmetric`   | (m, m)                                                 | encoders                        |
-    | `directional` | (m', inf) for half of the heads, (inf, m') for the     | encoders whose heads look one   |
-    |               | other half; m' are the slopes of H/2 heads             | way only                        |
-    | `asymmetric`  | as given                                              | encoders with learned slopes    |
-    | `none`        | (0, 0)                                                 | cross-attention                 |
-    | `none_causal` | (0, inf)                                               | comparison                      |
+    | variant       | slopes, right_slopes                       | for                           |
+    |---------------|--------------------------------------------|-------------------------------|
+    | `causal`      | (m, inf)                                   | language models (the paper)   |
+    | `symmetric`   | (m, m)                                     | encoders                      |
+    | `directional` | half of the heads (m', inf), half (inf,    | encoders whose heads look one |
+    |               | m'); m' are the slopes of H/2 heads        | way only                      |
+    | `asymmetric`  | as given                                   | encoders with learned slopes  |
+    | `none`        | (0, 0)                                     | cross-attention               |
+    | `none_causal` | (0, inf)                                   | comparison                    |
 
-    m is `linbias.slopes(H, schedule, max_bias)`. A causal variant needs no causal mask. Masks hide keys: a query that is left
-    without any gives zeros. A single query stands at the last key that its mask shows, as a cache (`decode=True`) says how far
-    it is filled; of several the last stands at key S - 1. Masks whose values are known when tracing and come to one range of
-    keys per batch row (padding, a cache) run on all implementations, others on `blocked`. Dropout draws another mask for every
-    batch row and head, whatever `broadcast_dropout` says; `precision` is always the highest.
+    m is `linbias.slopes(H, schedule, max_bias)`. A causal variant needs no causal mask. Masks hide
+    keys: a query that is left without any gives zeros. A single query stands at the last key that
+    its mask shows, which is how far a cache (`decode=True`) is filled; of several the last stands
+    at key S - 1. Masks that are known when tracing and come to one range of keys per batch row run
+    on all implementations, others on `blocked`. Dropout draws another mask for every batch row and
+    head, whatever `broadcast_dropout` says; `precision` is always the highest.
 
     Args:
         variant: See above.
-        slopes: [H] or [B, H], at least 0 or inf: slopes instead of the variant's, learned ones for example.
+        slopes: [H] or [B, H], at least 0 or inf: instead of the variant's, learned ones say.
         right_slopes: Likewise; only for a variant that is not causal.
         schedule, max_bias: As for `linbias.slopes`.
         tolerance, implementation: As for `linbias.jax.attention`.
 
     Returns:
-        A function of query [..., T, H, D], key [..., S, G, D], value [..., S, G, E] and Flax's own keywords, which
-        returns [..., T, H, E].
+        A function of query [..., T, H, D], key [..., S, G, D], value [..., S, G, E] and Flax's own
+        keywords, which returns [..., T, H, E].
 
     Raises:
-        ValueError: The variant or the schedule is unknown; when called, a mask or `is_causal` contradicts the
-            variant, a shape does not fit, or dropout has no key.
+        ValueError: The variant or the schedule is unknown; when called, a mask or `is_causal`
+            contradicts the variant, a shape does not fit, or dropout has no key.
         NotImplementedError: When called: the weights are asked for (`sow_weights`).
 
     Example:
         >>> from flax import linen
-        >>> layer = linen.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn("symmetric"))
+        >>> attend = attention_fn("symmetric")
+        >>> layer = linen.MultiHeadDotProductAttention(num_heads=2, attention_fn=attend)
         >>> x = jnp.ones((1, 5, 8))
         >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
         (1, 5, 8)
@@ -114,10 +116,8 @@ def attention_fn(
             raise ValueError(f"attention_fn: dropout_rate {dropout} needs a dropout_rng, got None")
         dtype = dtype or jnp.result_type(query, key, value)
         batch = query.shape[:-3]
-        q, k, v = (
-            _flatten(name, x, batch, dtype)
-            for name, x in zip("qkv", (query, key, value), strict=True)
-        )
+        given = zip("qkv", (query, key, value), strict=True)
+        q, k, v = (_flatten(name, x, batch, dtype) for name, x in given)
         own = variant_slopes("attention_fn", variant, q.shape[2], schedule, max_bias)
         inputs, problem = prepare(
             "attention_fn",
@@ -139,7 +139,7 @@ def attention_fn(
 
 
 def mha_alibi(seed: int, x: ArrayLike, num_heads: int, qkv_features: int) -> Array:
-    """Attend with a fresh Flax multi-head attention and symmetric ALiBi: the exercise of the Flax seed document.
+    """Attend with a fresh Flax attention and symmetric ALiBi: the Flax seed document's exercise.
 
         slopes[h] = 2 ** (-8 * (h + 1) / H)        bias[h, i, j] = -slopes[h] * |i - j|
 
@@ -168,7 +168,8 @@ def mha_alibi(seed: int, x: ArrayLike, num_heads: int, qkv_features: int) -> Arr
         raise ValueError(f"mha_alibi: x must have 2 axes, length, width, got {list(x.shape)}")
     if num_heads < 1 or qkv_features % num_heads:
         raise ValueError(
-            f"mha_alibi: qkv_features must be a multiple of num_heads {num_heads}, got {qkv_features}"
+            f"mha_alibi: qkv_features must be a multiple of num_heads {num_heads},"
+            f" got {qkv_features}"
         )
     layer = linen.MultiHeadDotProductAttention(
         num_heads=num_heads,
@@ -181,23 +182,16 @@ def mha_alibi(seed: int, x: ArrayLike, num_heads: int, qkv_features: int) -> Arr
 def _flatten(name: str, x: Array, batch: tuple[int, ...], dtype: Any) -> Array:
     if x.ndim < 3 or x.shape[:-3] != batch:
         raise ValueError(
-            f"attention_fn: {name} must be [..., length, heads, size] with batch axes {list(batch)}, got {list(x.shape)}"
+            f"attention_fn: {name} must be [..., length, heads, size] with batch axes"
+            f" {list(batch)}, got {list(x.shape)}"
         )
     return x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:])
 
 
-class _MaskOptions(TypedDict, total=False):
-    """The keywords of `prepare` that a mask comes to."""
-
-    key_range: Any  # [B, 2]
-    query_start: Any  # [B]
-    mask: Any  # [B or 1, H or 1, T or 1, S]
-
-
 def _read_mask(
     mask: Any, batch: tuple[int, ...], q: Array, k: Array, variant: str
-) -> _MaskOptions:
-    """Turn Flax's mask into the range of keys that it shows and, where that does not say it all, a mask."""
+) -> dict[str, Any]:
+    """Turn Flax's mask into a key range, a start and, where these do not say it all, a mask."""
     (B, T, H, _), S = q.shape, k.shape[1]
     if mask is None or S == 0:
         return {}
@@ -207,10 +201,10 @@ def _read_mask(
     shown = mask.any((1, 2))
     first, after = shown.argmax(1), shown[:, ::-1].argmax(1)
     end = lib.where(shown.any(1), S - after, first)
-    # One query stands at the last key shown: that is how a cache says how far it is filled. It would see the same
-    # from farther right, but large distances cost the scores digits.
+    # One query stands at the last key shown: that is how a cache says how far it is filled. It
+    # would see the same from farther right, but large distances cost the scores digits.
     start = end - 1 if T == 1 else lib.full(len(mask), S - T)
-    options: _MaskOptions = {
+    options = {
         "key_range": lib.broadcast_to(lib.stack([first, end], 1), (B, 2)),
         "query_start": lib.broadcast_to(start, (B,)),
     }
@@ -233,9 +227,8 @@ def _with_four_axes(
 ) -> Any:
     """A mask that broadcasts to [*batch, H, T, S] -> [B or 1, H or 1, T or 1, S]."""
     full = (*batch, *sizes)
-    if mask.ndim > len(full) or any(
-        n not in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False)
-    ):
+    sizes_fit = (n in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False))
+    if mask.ndim > len(full) or not all(sizes_fit):
         raise ValueError(f"attention_fn: mask must fit to {list(full)}, got {list(mask.shape)}")
     mask = mask.reshape((1,) * (len(full) - mask.ndim) + mask.shape)
     if any(n > 1 for n in mask.shape[:-3]):
@@ -245,23 +238,19 @@ def _with_four_axes(
 
 
 def _refuse_contradictions(mask: Any, visible: Any, distance: Any, variant: str) -> None:
-    """Refuse a known mask that leaves nothing of what the variant shows, or hides what only it would show."""
+    """Refuse a known mask that leaves nothing, or is causal, where the variant is not."""
     shown = mask & visible
     if (mask.any((1, 2, 3)) & ~shown.any((1, 2, 3))).any():
         raise ValueError(
-            f"attention_fn: mask must show keys that variant {variant!r} shows, got only later ones"
+            f"attention_fn: mask must show keys that variant {variant!r} shows,"
+            " got only later ones"
         )
-    if not is_causal_variant(variant) and _is_causal(shown, distance):
+    # Causal: no query sees a later key, though there are keys later than some query that sees any.
+    later = (distance < 0) & shown.any(-2)[..., None, :] & shown.any(-1, keepdims=True)
+    is_causal = later.any() and not (shown & (distance < 0)).any()
+    if is_causal and not is_causal_variant(variant):
         causal = "none_causal" if variant == "none" else "causal"
         raise ValueError(
-            f"attention_fn: mask must not be causal for variant {variant!r}, whose queries see later keys;"
-            f" use variant={causal!r}"
+            f"attention_fn: mask must not be causal for variant {variant!r}, whose queries see"
+            f" later keys; use variant={causal!r}"
         )
-
-
-def _is_causal(shown: Any, distance: Any) -> bool:
-    """No query sees a later key, though there are keys later than some query that sees any."""
-    if (shown & (distance < 0)).any():
-        return False
-    later = (distance < 0) & shown.any(-2)[..., None, :]
-    return bool((later & shown.any(-1, keepdims=True)).any())

@@ -1,18 +1,12 @@
-"""What implementations share: the record of their inputs, and how forward and backward become differentiable."""
+"""The inputs of implementations, and how forward and backward become differentiable."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-
-
-def _number(default: Any = ...) -> Any:
-    """A field that has to be known when the call is traced."""
-    options = {} if default is ... else {"default": default}
-    return field(metadata={"static": True}, **options)
 
 
 @jax.tree_util.register_dataclass
@@ -38,10 +32,11 @@ class Inputs:
     positions: Array | None
     query_positions: Array | None
     seed: Array | None  # [], uint32; None: no dropout
-    scale: float = _number()
-    dropout: float = _number()
-    tolerance: float = _number()
-    precise: bool = _number(False)  # the result will be differentiated
+    # Numbers, which have to be known when the call is traced.
+    scale: float = field(metadata={"static": True})
+    dropout: float = field(metadata={"static": True})
+    tolerance: float = field(metadata={"static": True})
+    precise: bool = field(default=False, metadata={"static": True})  # will be differentiated
 
 
 class Gradients(NamedTuple):
@@ -56,22 +51,18 @@ class Gradients(NamedTuple):
     dquery_positions: Array | None = None  # [B, H, T]
 
 
-class Forward(Protocol):
-    """Return out [B, T, H, E] in the dtype of q, lse [B, T, H], wide, and what backward needs besides the inputs."""
-
-    def __call__(self, inputs: Inputs, /) -> tuple[Array, Array, Any]: ...
-
-
-class Backward(Protocol):
-    """Take what forward saved, dout [B, T, H, E] and dlse [B, T, H], both wide."""
-
-    def __call__(self, inputs: Inputs, saved: Any, dout: Array, dlse: Array, /) -> Gradients: ...
-
-
 def define(
-    name: str, forward: Forward, backward: Backward
+    name: str,
+    forward: Callable[[Inputs], tuple[Array, Array, Any]],
+    backward: Callable[[Inputs, Any, Array, Array], Gradients],
 ) -> Callable[[Inputs], tuple[Array, Array]]:
-    """Make one differentiable function of an implementation's forward and backward: out and lse of the inputs."""
+    """Make one differentiable function of an implementation's forward and backward: out and lse of
+    the inputs.
+
+    forward: out [B, T, H, E] in the dtype of q, lse [B, T, H], wide, and what backward needs
+    besides the inputs.
+    backward: of these, of dout [B, T, H, E] and of dlse [B, T, H], both wide.
+    """
     forward_once = _differentiable_once(name, forward)
     backward_once = _differentiable_once(name, backward)
 
@@ -105,10 +96,11 @@ def define(
 
 
 def with_the_same_mesh_axes(arrays: Any) -> Any:
-    """Let all arrays of a tree vary over the same mesh axes: inside shard_map a loop's state and a gradient must.
+    """Let all arrays of a tree vary over the same mesh axes: inside shard_map a loop's state and a
+    gradient must.
 
-    Only operations on several arrays bring them together in every version of JAX. The compiler removes these, but it
-    has to read them first: outside shard_map there are none.
+    Only operations on several arrays bring them together in every version of JAX; the compiler
+    removes these.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arrays

@@ -1,1 +1,1 @@
-"""Who computes: one module for each implementation, none of which knows another; `call.py` chooses."""
+"""Who computes: a module for each implementation, none of which knows another."""

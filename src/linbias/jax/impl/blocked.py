@@ -1,18 +1,13 @@
 """Near-to-far linear-bias attention in JAX operations: exact to rounding, at a cost of T x window.
 
-Computes DESIGN section 1 on any device that XLA compiles for. One query head after the other; its queries are cut
-into tiles, and each step visits one band (`tiles.py`), a block of keys for every tile: first the bands to the left,
-the queries' own among them, then, unless causal, those to the right, from near to far. A step is one batched product
-over all tiles, taken in by an online softmax. A side ends when the certificate (docs/math.md) says that for no row of
-the head the keys not yet visited there, all together, can hold more than `tolerance` of the probability. Backward
-visits the same bands: the exact gradient of the function that forward computed. The number of steps depends on the
-data, shapes do not.
-
-Memory: wide copies of one head's arrays, keys with a padding of T or 2 T; scores of [B, T, BLOCK]; in backward wide
-gradients of k and v. Measured: docs/LOG.md, records.
+One query head after the other; each step visits one band (`tiles.py`), a block of keys for every
+tile of queries, left ones first, from near to far, with one batched product and an online softmax.
+A side ends when the certificate says that the keys not yet visited there can hold no more than
+`tolerance` of any row's probability. Backward visits the same bands. The number of steps depends
+on the data, shapes do not. Memory: wide copies of one head's arrays, keys with a padding of T or 2
+T; scores of [B, T, BLOCK]; in backward wide gradients of k and v.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -21,15 +16,12 @@ from jax import Array, lax
 
 from linbias._dispatch import Abilities
 from linbias._request import Problem
-from linbias.jax import operator, standing
-from linbias.jax.dropout import keep_mask
+from linbias.jax import operator
 from linbias.jax.impl.certificate import Certificate
-from linbias.jax.impl.tiles import LEFT, RIGHT, Side, Tiles
+from linbias.jax.impl.tiles import LEFT, RIGHT, Head, Side, product
 from linbias.jax.operator import Gradients, Inputs
 
 NAME = "blocked"
-
-
 ABILITIES = Abilities(
     runs_on="any JAX device",
     how="near to far in JAX operations: static shapes, no callbacks",
@@ -45,7 +37,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 class Results(NamedTuple):
-    """What backward needs, per head. lse = row_max + log_sum: their rounded sum would cost it digits."""
+    """What backward needs, per head: the sum of row_max and log_sum, lse, would lose digits."""
 
     out: Array  # [H, B, T, E], wide
     row_max: Array  # [H, B, T]
@@ -53,124 +45,10 @@ class Results(NamedTuple):
     num_steps: Array  # [H, 2], int32: bands visited to the left and to the right
 
 
-@dataclass(frozen=True)
-class Head:
-    """One query head of all batch rows, wide, cut into tiles."""
-
-    tiles: Tiles
-    q: Array  # [B, tiles, rows, D], times scale
-    k: Array  # [B, padded keys, D]
-    v: Array  # [B, padded keys, E]
-    left: Array  # [B, 1, 1, 1]
-    right: Array | None
-    key_range: tuple[Array, Array]  # [B or 1]: first, end
-    seen: Array  # [B, padded keys], bool
-    mask: Array | None  # [B or 1, tiles, rows, padded keys], bool
-    # Queries [B, tiles, rows, parts], keys [B, padded keys, parts]; None: key s stands at s.
-    stands: tuple[Array, Array] | None
-    scale: float
-    dropout: float
-    seed: Array | None
-    batch_heads: Array  # [B], b * H + h
-
-    def side(self, direction: int) -> Side:
-        return self.tiles.side(direction, *self.key_range)
-
-    def distance(self, band: Array) -> tuple[Array, Array]:
-        """By how many keys each key lies back, [B or 1, 1, rows, BLOCK], and how far, which broadcasts with the score."""
-        order = self.tiles.distance(band)
-        if self.stands is None:
-            return order, order.astype(self.q.dtype)
-        xq, x = self.stands
-        apart = standing.distance(xq, self.tiles.blocks(x, band))
-        padding = self.tiles.row_numbers()[..., None] < 0  # which stands nowhere
-        return order, jnp.where(padding, 0, apart).astype(self.q.dtype)
-
-    def pull(self, order: Array) -> Array:
-        """By how much a score falls for each unit that its key lies further back, [B, 1, rows, BLOCK]; 0 on a hidden side."""
-        left, right = (
-            0 if slope is None else jnp.where(jnp.isinf(slope), 0, slope)  # 0 * inf would be NaN
-            for slope in (self.left, self.right)
-        )
-        return jnp.where(order >= 0, left, -right)
-
-    def score(self, band: Array) -> Array:
-        """[B, tiles, rows, BLOCK], -inf where hidden."""
-        order, distance = self.distance(band)
-        score = product("btrd,btsd->btrs", self.q, self.tiles.blocks(self.k, band))
-        hidden = ~self.tiles.blocks(self.seen, band)[:, :, None]
-        if self.mask is not None:
-            hidden = hidden | ~self.tiles.columns(self.mask, band)
-        # A query always sees the key at its own position.
-        for slope, beyond in ((self.left, order > 0), (self.right, order < 0)):
-            hidden = hidden | (beyond if slope is None else beyond & jnp.isinf(slope))
-        return jnp.where(hidden, -jnp.inf, score - self.pull(order) * distance)
-
-    def drop(self, weight: Array, band: Array) -> Array:
-        """Apply attention dropout to weight [B, tiles, rows, BLOCK]."""
-        if self.seed is None:
-            return weight
-        tiles = self.tiles
-        keys = tiles.first_keys(band)[..., None] + jnp.arange(tiles.block)
-        heads = self.batch_heads[:, None]
-        keep = keep_mask(self.seed, self.dropout, heads, tiles.row_numbers(), keys)
-        return jnp.where(keep, weight / (1 - self.dropout), 0)
-
-
-def product(axes: str, *operands: Array) -> Array:
-    return jnp.einsum(axes, *operands, precision=lax.Precision.HIGHEST)
-
-
-def _head(inputs: Inputs, h: Array) -> tuple[Head, Certificate]:
-    (B, T, H, _), (S, G) = inputs.q.shape, inputs.k.shape[1:3]
-    right, wide, g = inputs.right, inputs.left.dtype, h // (H // G)
-    tiles = Tiles.cut(T, S, inputs.query_start, both_sides=right is not None)
-    limits = jnp.array([[0, S]]) if inputs.key_range is None else inputs.key_range[:, g]
-    first, end = limits[:, 0], limits[:, 1]
-    seen = tiles.inside(first, end)
-    seen = jnp.broadcast_to(seen, (B, seen.shape[1]))
-    mask = inputs.mask
-    if mask is not None:
-        mask = tiles.pad_keys(mask[:, jnp.minimum(h, mask.shape[1] - 1)], axis=-1)
-        if mask.shape[1] == 1 != T:
-            seen, mask = seen & mask[:, 0], None
-        else:
-            mask = tiles.tile(mask)
-    k, v = (tiles.pad_keys(x[:, :, g].astype(wide)) for x in (inputs.k, inputs.v))
-    # Hidden keys may hold anything, NaN included, and 0 * NaN is NaN.
-    k, v = (jnp.where(seen[..., None], x, 0) for x in (k, v))
-    q = tiles.tile(inputs.q[:, :, h].astype(wide)) * inputs.scale
-    of_head = (slice(None), h, None, None, None)
-    slopes = inputs.left[of_head], None if right is None else right[of_head]
-    x, xq = inputs.positions, inputs.query_positions
-    stands = None
-    if x is not None and xq is not None:
-        stands = tiles.tile(xq[:, h]), tiles.pad_keys(x[:, h])
-    certificate = Certificate.prepare(
-        tiles, q, k, v, seen, (first, end), slopes, stands, inputs.tolerance
-    )
-    head = Head(
-        tiles,
-        q=q,
-        k=k,
-        v=v,
-        left=slopes[0],
-        right=slopes[1],
-        key_range=(first, end),
-        seen=seen,
-        mask=mask,
-        stands=stands,
-        scale=inputs.scale,
-        dropout=inputs.dropout,
-        seed=inputs.seed,
-        batch_heads=jnp.arange(B) * H + h,
-    )
-    return head, certificate
-
-
 def _forward(inputs: Inputs) -> tuple[Array, Array, Results]:
     def one(h: Array) -> Results:
-        return _forward_head(*_head(inputs, h))
+        head = Head.cut(inputs, h)
+        return _forward_head(head, Certificate.prepare(head, inputs.tolerance))
 
     results = lax.map(one, jnp.arange(inputs.q.shape[2]))
     out = jnp.moveaxis(results.out, 0, 2).astype(inputs.q.dtype)
@@ -195,7 +73,8 @@ def _forward_head(head: Head, certificate: Certificate) -> Results:
     def visit(sums: _Sums, band: Array) -> _Sums:
         score = head.score(band)
         row_max = jnp.maximum(sums.row_max, score.max(-1, keepdims=True))
-        # While a row has seen no key its maximum is -inf, and any finite pivot keeps its sums at 0.
+        # While a row has seen no key its maximum is -inf, and any finite pivot keeps its sums at
+        # 0.
         pivot = jnp.where(row_max == -jnp.inf, 0, row_max)
         weight = jnp.exp(score - pivot)
         shrink = jnp.exp(sums.row_max - pivot)
@@ -209,7 +88,8 @@ def _forward_head(head: Head, certificate: Certificate) -> Results:
             step, sums = state
             covered = certificate.covers(side, step, sums.lse)
             if side.direction == LEFT:
-                # The queries' own band may be the first, and the certificate speaks of one side only.
+                # The queries' own band may be the first, and the certificate speaks of one side
+                # only.
                 covered = covered & (step > 0)
             return (step < side.num_steps) & ~covered
 
@@ -235,11 +115,11 @@ def _backward(inputs: Inputs, saved: Results, dout: Array, dlse: Array) -> Gradi
     (B, S, G), H = inputs.k.shape[:3], inputs.q.shape[2]
 
     def one(sums: tuple[Array, Array], h: Array) -> Any:
-        head, _ = _head(inputs, h)
+        head = Head.cut(inputs, h)
         own = jax.tree.map(lambda x: x[h], saved)
         dq, dk, dv, *others = _backward_head(head, own, dout[:, :, h], dlse[:, :, h])
         g = h // (H // G)
-        return (sums[0].at[g].add(dk), sums[1].at[g].add(dv)), (dq, *others)
+        return (sums[0].at[g].add(dk), sums[1].at[g].add(dv)), (dq * inputs.scale, *others)
 
     zeros = (jnp.zeros((G, B, S, x.shape[3]), inputs.left.dtype) for x in (inputs.k, inputs.v))
     zeros, heads = operator.with_the_same_mesh_axes(((*zeros,), jnp.arange(H), inputs, dout))[:2]
@@ -250,7 +130,7 @@ def _backward(inputs: Inputs, saved: Results, dout: Array, dlse: Array) -> Gradi
 
 
 def _backward_head(head: Head, saved: Results, dout: Array, dlse: Array) -> tuple[Any, ...]:
-    """Return dq [B, T, D], dk and dv [B, S, size], dleft and dright [B] of one head, and of positions [B, S] and [B, T] or None."""
+    """The gradients of one head: of q, k, v, the slopes [B], and positions or None."""
     tiles = head.tiles
     # Weights are exp(score - row_max) times this; a row without a key has none.
     per_sum = jnp.where(saved.log_sum == -jnp.inf, 0, jnp.exp(-saved.log_sum))
@@ -289,7 +169,7 @@ def _backward_head(head: Head, saved: Results, dout: Array, dlse: Array) -> tupl
         )
     dq, dk, dv, dleft, dright, dx, dxq = sums
     slopes = (x.sum(-1).sum(-1) for x in (dleft, dright))
-    dq, dk, dv = tiles.untile(dq) * head.scale, tiles.unpad_keys(dk), tiles.unpad_keys(dv)
+    dq, dk, dv = tiles.untile(dq), tiles.unpad_keys(dk), tiles.unpad_keys(dv)
     if head.stands is not None:
         dx, dxq = tiles.unpad_keys(dx), tiles.untile(dxq)
     return dq, dk, dv, *slopes, dx, dxq

@@ -23,15 +23,18 @@ WHY_MISSING: str | None = None
 try:
     from linbias import _xla
 except ImportError as error:  # not compiled here, or for another Python
-    WHY_MISSING = f"the binding of the core to XLA cannot be imported ({error}); reinstall with a C++20 compiler"
+    WHY_MISSING = f"the binding of the core to XLA cannot be imported ({error}); reinstall with"
+    WHY_MISSING += " a C++20 compiler"
 
 
 def why_not(problem: Problem) -> str | None:
-    """Say why the core cannot run a call, or None if it can."""
     if WHY_MISSING is not None:
         return WHY_MISSING
     if problem.device.endswith("cpu devices"):
-        return f"the arrays lie in parts on {problem.device}; call it inside jax.shard_map over batch and heads"
+        return (
+            f"the arrays lie in parts on {problem.device};"
+            " call it inside jax.shard_map over batch and heads"
+        )
     return core.why_not(problem)
 
 
@@ -79,36 +82,29 @@ attention = operator.define(NAME, _forward, _backward)
 
 
 def _operands(inputs: Inputs) -> tuple[Array, ...]:
-    """The arrays of a call in the order of the handlers; what the call lacks is there but not read."""
-    left, key_bound = inputs.left, inputs.key_bound
-    key_range, query_start = inputs.key_range, inputs.query_start
-    B, G = inputs.k.shape[0], inputs.k.shape[2]
+    """The arrays in the order of the handlers; what the call lacks is there but not read."""
+    left, (B, _, G) = inputs.left, inputs.k.shape[:3]
     nowhere = jnp.zeros((B, 1, 1, 1), jnp.float32)
-    return (
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        left,
-        left if inputs.right is None else inputs.right,
-        jnp.zeros((B, G, 2), jnp.int32) if key_range is None else key_range,
-        jnp.zeros((B,), jnp.int32) if query_start is None else query_start,
-        jnp.zeros((B, G), left.dtype) if key_bound is None else key_bound,
-        nowhere if inputs.positions is None else inputs.positions,
-        nowhere if inputs.query_positions is None else inputs.query_positions,
-        jnp.uint32(0) if inputs.seed is None else inputs.seed,
+    optional = (
+        (inputs.right, left),
+        (inputs.key_range, jnp.zeros((B, G, 2), jnp.int32)),
+        (inputs.query_start, jnp.zeros((B,), jnp.int32)),
+        (inputs.key_bound, jnp.zeros((B, G), left.dtype)),
+        (inputs.positions, nowhere),
+        (inputs.query_positions, nowhere),
+        (inputs.seed, jnp.uint32(0)),
     )
+    given = (instead if x is None else x for x, instead in optional)
+    return (inputs.q, inputs.k, inputs.v, left, *given)
 
 
 def _call_core(
-    name: str,
-    results: Sequence[jax.ShapeDtypeStruct],
-    operands: Sequence[Array],
-    inputs: Inputs,
+    name: str, results: Sequence[jax.ShapeDtypeStruct], operands: Sequence[Array], inputs: Inputs
 ) -> Sequence[Array]:
     _register()
     (B, T, H, D), (S, G, E) = inputs.q.shape, inputs.v.shape[1:]
     run = jax.ffi.ffi_call(f"linbias_{name}", results, vmap_method="broadcast_all")
-    found = run(
+    written = run(
         *operands,
         causal=inputs.right is None,
         ranged=inputs.key_range is not None,
@@ -121,7 +117,7 @@ def _call_core(
         dropout=np.float64(inputs.dropout),
         tolerance=np.float64(inputs.tolerance),
     )
-    return operator.with_the_same_mesh_axes((found, inputs.q))[0]
+    return operator.with_the_same_mesh_axes((written, inputs.q))[0]
 
 
 @cache

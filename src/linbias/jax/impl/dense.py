@@ -1,7 +1,8 @@
-"""Linear-bias attention with the whole bias in memory: the definition in JAX operations.
+"""Linear-bias attention with the whole bias in memory: the definition (DESIGN section 1) in JAX
+operations.
 
-Computes DESIGN section 1 for any device, any sizes and every option, differentiable any number of times.
-Memory: several arrays of [B, H, T, S]. For short sequences, for higher derivatives, and for reading.
+For any device and every option, differentiable any number of times; several arrays of [B, H, T,
+S].
 """
 
 import jax
@@ -37,7 +38,10 @@ def attention(inputs: Inputs) -> tuple[Array, Array]:
     """Return out [B, T, H, E] in q's dtype and lse [B, T, H], wide."""
     weight, lse = attention_weights(inputs)
     if inputs.seed is not None:
-        weight = _drop(weight, inputs.seed, inputs.dropout)
+        B, H, T, S = weight.shape
+        batch_heads = jnp.arange(B * H).reshape(B, H)
+        keep = keep_mask(inputs.seed, inputs.dropout, batch_heads, jnp.arange(T), jnp.arange(S))
+        weight = jnp.where(keep, weight / (1 - inputs.dropout), 0)
     v = _per_query_head(_blank_outside(inputs.v, inputs).astype(weight.dtype), inputs)
     out = jnp.einsum("bhts,bshe->bthe", weight, v, precision=_EXACT)
     return out.astype(inputs.q.dtype), lse.swapaxes(1, 2)
@@ -45,14 +49,17 @@ def attention(inputs: Inputs) -> tuple[Array, Array]:
 
 @jax.jit
 def attention_weights(inputs: Inputs) -> tuple[Array, Array]:
-    """Return softmax(score) [B, H, T, S] before dropout, and lse [B, H, T], both wide; an empty row is zeros."""
+    """Return softmax(score) [B, H, T, S] before dropout and lse; an empty row is 0 and -inf."""
     wide = inputs.left.dtype
     k = _per_query_head(_blank_outside(inputs.k, inputs).astype(wide), inputs)
     score = inputs.scale * jnp.einsum(
         "bthd,bshd->bhts", inputs.q.astype(wide), k, precision=_EXACT
     )
-    order = _order(inputs)
-    distance = order if inputs.positions is None else _distance(inputs)
+    T, S = score.shape[2:]
+    start = jnp.full(1, S - T) if inputs.query_start is None else inputs.query_start
+    order = distance = ((start[:, None] + jnp.arange(T))[..., None] - jnp.arange(S))[:, None]
+    if inputs.positions is not None and inputs.query_positions is not None:
+        distance = standing.distance(inputs.query_positions, inputs.positions).astype(wide)
     visible = jnp.bool_(True)
     for slope, here, reach in (
         (inputs.left, order >= 0, distance),
@@ -74,22 +81,11 @@ def attention_weights(inputs: Inputs) -> tuple[Array, Array]:
         visible = visible & inputs.mask
     elif inputs.mask is not None:
         score = score + inputs.mask
-    return _softmax(jnp.where(visible, score, -jnp.inf))
-
-
-def _order(inputs: Inputs) -> Array:
-    """[B or 1, 1, T, S]: by how many keys the key lies before the query."""
-    T, S = inputs.q.shape[1], inputs.k.shape[1]
-    start = jnp.full(1, S - T) if inputs.query_start is None else inputs.query_start
-    position = start[:, None] + jnp.arange(T)
-    return (position[..., None] - jnp.arange(S))[:, None]
-
-
-def _distance(inputs: Inputs) -> Array:
-    """[B, H, T, S], wide: how far each key lies back."""
-    assert inputs.positions is not None and inputs.query_positions is not None
-    apart = standing.distance(inputs.query_positions, inputs.positions)
-    return apart.astype(inputs.left.dtype)
+    score = jnp.where(visible, score, -jnp.inf)
+    empty = (score == -jnp.inf).all(-1, keepdims=True)
+    score = jnp.where(empty, 0, score)
+    lse = jnp.where(empty[..., 0], -jnp.inf, jax.nn.logsumexp(score, -1))
+    return jnp.where(empty, 0, jax.nn.softmax(score)), lse
 
 
 def _inside(inputs: Inputs) -> Array | None:
@@ -111,18 +107,3 @@ def _per_query_head(array: Array, inputs: Inputs) -> Array:
     """[B, S, G, ...] -> [B, S, H, ...]."""
     H, G = inputs.q.shape[2], inputs.k.shape[2]
     return array if H == G else jnp.repeat(array, H // G, axis=2)
-
-
-def _softmax(score: Array) -> tuple[Array, Array]:
-    """Weights and log-sum-exp over the last axis; a row without a key gives zeros and -inf."""
-    empty = (score == -jnp.inf).all(-1, keepdims=True)
-    score = jnp.where(empty, 0, score)
-    lse = jax.nn.logsumexp(score, -1)
-    return jnp.where(empty, 0, jax.nn.softmax(score)), jnp.where(empty[..., 0], -jnp.inf, lse)
-
-
-def _drop(weight: Array, seed: Array, dropout: float) -> Array:
-    B, H, T, S = weight.shape
-    batch_heads = jnp.arange(B * H).reshape(B, H)
-    keep = keep_mask(seed, dropout, batch_heads, jnp.arange(T), jnp.arange(S))
-    return jnp.where(keep, weight / (1 - dropout), 0)

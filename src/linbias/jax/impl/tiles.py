@@ -1,15 +1,16 @@
-"""How the queries and keys of one head are cut: tiles of rows, and for each tile the blocks of keys on either side.
+"""How queries and keys are cut: tiles of rows, and for each the blocks of keys on either side.
 
-Rows are padded in front, so that the last one ends a tile. Band 0 gives every tile the block of keys that ends where
-the tile's last row stands; band j gives it the block that lies j blocks further to the right (negative: to the left).
+Rows are padded in front, so that the last one ends a tile. Band 0 gives every tile the block of
+keys that ends where the tile's last row stands, band j the block that lies j blocks further right.
 The blocks of one band follow each other, so that a band is one slice of the keys of a batch row:
 
     key        . . . . . . 0 1 2 3 4 5 6 7 8 9 . . . . . .     padding on either side
-    band  0                    [tile 0][tile 1]                two tiles of four rows; the last stands at key 8
+    band  0                    [tile 0][tile 1]                the last row stands at key 8
     band -1            [tile 0][tile 1]
 
-Where the slice starts depends on `query_start` of the batch row, while distances within a band do not. With a padding
-as wide as a band, one that lies beyond the keys can be moved until it touches them: it still holds none.
+Where the slice starts depends on `query_start` of the batch row, while distances within a band do
+not. With a padding as wide as a band, one that lies beyond the keys can be moved until it touches
+them: it still holds none.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+from linbias.jax import standing
+from linbias.jax.dropout import keep_mask
+from linbias.jax.operator import Inputs
 
 BLOCK = 256  # keys per block, and rows per tile where there are several
 
@@ -48,9 +53,7 @@ class Tiles:
     T: int
     S: int
     padding_after: int  # keys
-    stop: (
-        Array  # [B], or [1] where it is the same for all: one past the position of the last query
-    )
+    stop: Array  # [B], or [1] if it is the same for all: one past the position of the last query
 
     @classmethod
     def cut(cls, T: int, S: int, query_start: Array | None, both_sides: bool) -> "Tiles":
@@ -122,7 +125,7 @@ class Tiles:
         return jnp.arange(self.block - self.rows, self.block)
 
     def distance(self, band: Array) -> Array:
-        """Position minus key, the same for every tile: band [B or 1] -> [B or 1, 1, rows, block]."""
+        """Position minus key, for every tile: band [B or 1] -> [B or 1, 1, rows, block]."""
         near = self.offsets()[:, None] - jnp.arange(self.block)
         return near - (band * self.block)[:, None, None, None]
 
@@ -132,15 +135,14 @@ class Tiles:
         return first[:, None] + jnp.arange(self.num_tiles) * self.block
 
     def blocks(self, x: Array, band: Array) -> Array:
-        """[B, padded keys, ...] -> [B, tiles, block, ...]: the block that each tile meets in this band."""
+        """[B, padded keys, ...] -> [B, tiles, block, ...]: what each tile meets in this band."""
         start = self._start(band)
         if start.shape[0] == 1:
-            found = lax.dynamic_slice_in_dim(x, start[0], self.band_keys, axis=1)
+            taken = lax.dynamic_slice_in_dim(x, start[0], self.band_keys, axis=1)
         else:
-            found = jax.vmap(lambda row, n: lax.dynamic_slice_in_dim(row, n, self.band_keys))(
-                x, start
-            )
-        return found.reshape(x.shape[0], self.num_tiles, self.block, *x.shape[2:])
+            take = jax.vmap(lambda row, n: lax.dynamic_slice_in_dim(row, n, self.band_keys))
+            taken = take(x, start)
+        return taken.reshape(x.shape[0], self.num_tiles, self.block, *x.shape[2:])
 
     def add_blocks(self, x: Array, band: Array, added: Array) -> Array:
         """Add [B, tiles, block, ...] to x [B, padded keys, ...] where `blocks` would find it."""
@@ -149,9 +151,8 @@ class Tiles:
         added = added.reshape(x.shape[0], self.band_keys, *x.shape[2:])
         if start.shape[0] == 1:
             return lax.dynamic_update_slice_in_dim(x, added, start[0], axis=1)
-        return jax.vmap(lambda row, new, n: lax.dynamic_update_slice_in_dim(row, new, n, 0))(
-            x, added, start
-        )
+        put = jax.vmap(lambda row, new, n: lax.dynamic_update_slice_in_dim(row, new, n, 0))
+        return put(x, added, start)
 
     def columns(self, mask: Array, band: Array) -> Array:
         """[B or 1, tiles, rows, padded keys] -> [B or 1, tiles, rows, block]."""
@@ -160,11 +161,116 @@ class Tiles:
         mask = jnp.broadcast_to(mask, (num_batch_rows, *mask.shape[1:]))
         starts = jnp.broadcast_to(starts, (num_batch_rows, self.num_tiles))
 
-        def of_tile(rows: Array, start: Array) -> Array:
-            return lax.dynamic_slice_in_dim(rows, start, self.block, axis=-1)
-
-        return jax.vmap(jax.vmap(of_tile))(mask, starts)
+        take = jax.vmap(lambda rows, n: lax.dynamic_slice_in_dim(rows, n, self.block, axis=-1))
+        return jax.vmap(take)(mask, starts)
 
     def _start(self, band: Array) -> Array:
-        """[B or 1]: the padded key where a band starts, or the nearest to it from where a slice fits."""
+        """[B or 1]: the padded key where a band starts, moved to where a slice fits."""
         return jnp.clip(self.stop + band * self.block, 0, self.S + self.padding_after)
+
+
+@dataclass(frozen=True)
+class Head:
+    """One query head of all batch rows, wide, cut into tiles."""
+
+    tiles: Tiles
+    q: Array  # [B, tiles, rows, D], times scale
+    k: Array  # [B, padded keys, D]
+    v: Array  # [B, padded keys, E]
+    left: Array  # [B, 1, 1, 1]
+    right: Array | None
+    key_range: tuple[Array, Array]  # [B or 1]: first, end
+    seen: Array  # [B, padded keys], bool
+    mask: Array | None  # [B or 1, tiles, rows, padded keys], bool
+    # Queries [B, tiles, rows, parts], keys [B, padded keys, parts]; None: key s stands at s.
+    stands: tuple[Array, Array] | None
+    dropout: float
+    seed: Array | None
+    batch_heads: Array  # [B], b * H + h
+
+    @classmethod
+    def cut(cls, inputs: Inputs, h: Array) -> "Head":
+        (B, T, H, _), (S, G) = inputs.q.shape, inputs.k.shape[1:3]
+        right, wide, g = inputs.right, inputs.left.dtype, h // (H // G)
+        tiles = Tiles.cut(T, S, inputs.query_start, both_sides=right is not None)
+        limits = jnp.array([[0, S]]) if inputs.key_range is None else inputs.key_range[:, g]
+        first, end = limits[:, 0], limits[:, 1]
+        seen = tiles.inside(first, end)
+        seen = jnp.broadcast_to(seen, (B, seen.shape[1]))
+        mask = inputs.mask
+        if mask is not None:
+            mask = tiles.pad_keys(mask[:, jnp.minimum(h, mask.shape[1] - 1)], axis=-1)
+            if mask.shape[1] == 1 != T:
+                seen, mask = seen & mask[:, 0], None
+            else:
+                mask = tiles.tile(mask)
+        k, v = (tiles.pad_keys(x[:, :, g].astype(wide)) for x in (inputs.k, inputs.v))
+        # Hidden keys may hold anything, NaN included, and 0 * NaN is NaN.
+        k, v = (jnp.where(seen[..., None], x, 0) for x in (k, v))
+        of_head = (slice(None), h, None, None, None)
+        x, xq = inputs.positions, inputs.query_positions
+        stands = None
+        if x is not None and xq is not None:
+            stands = tiles.tile(xq[:, h]), tiles.pad_keys(x[:, h])
+        return cls(
+            tiles,
+            q=tiles.tile(inputs.q[:, :, h].astype(wide)) * inputs.scale,
+            k=k,
+            v=v,
+            left=inputs.left[of_head],
+            right=None if right is None else right[of_head],
+            key_range=(first, end),
+            seen=seen,
+            mask=mask,
+            stands=stands,
+            dropout=inputs.dropout,
+            seed=inputs.seed,
+            batch_heads=jnp.arange(B) * H + h,
+        )
+
+    def side(self, direction: int) -> Side:
+        return self.tiles.side(direction, *self.key_range)
+
+    def distance(self, band: Array) -> tuple[Array, Array]:
+        """By how many keys each key lies back, [B or 1, 1, rows, BLOCK], and how far."""
+        order = self.tiles.distance(band)
+        if self.stands is None:
+            return order, order.astype(self.q.dtype)
+        xq, x = self.stands
+        apart = standing.distance(xq, self.tiles.blocks(x, band))
+        padding = self.tiles.row_numbers()[..., None] < 0  # which stands nowhere
+        return order, jnp.where(padding, 0, apart).astype(self.q.dtype)
+
+    def pull(self, order: Array) -> Array:
+        """By how much a score falls for each unit that its key lies further back."""
+        left, right = (
+            0 if slope is None else jnp.where(jnp.isinf(slope), 0, slope)  # 0 * inf would be NaN
+            for slope in (self.left, self.right)
+        )
+        return jnp.where(order >= 0, left, -right)
+
+    def score(self, band: Array) -> Array:
+        """[B, tiles, rows, BLOCK], -inf where hidden."""
+        order, distance = self.distance(band)
+        score = product("btrd,btsd->btrs", self.q, self.tiles.blocks(self.k, band))
+        hidden = ~self.tiles.blocks(self.seen, band)[:, :, None]
+        if self.mask is not None:
+            hidden = hidden | ~self.tiles.columns(self.mask, band)
+        # A query always sees the key at its own position.
+        for slope, beyond in ((self.left, order > 0), (self.right, order < 0)):
+            hidden = hidden | (beyond if slope is None else beyond & jnp.isinf(slope))
+        return jnp.where(hidden, -jnp.inf, score - self.pull(order) * distance)
+
+    def drop(self, weight: Array, band: Array) -> Array:
+        """Apply attention dropout to weight [B, tiles, rows, BLOCK]."""
+        if self.seed is None:
+            return weight
+        tiles = self.tiles
+        keys = tiles.first_keys(band)[..., None] + jnp.arange(tiles.block)
+        heads = self.batch_heads[:, None]
+        keep = keep_mask(self.seed, self.dropout, heads, tiles.row_numbers(), keys)
+        return jnp.where(keep, weight / (1 - self.dropout), 0)
+
+
+def product(axes: str, *operands: Array) -> Array:
+    return jnp.einsum(axes, *operands, precision=lax.Precision.HIGHEST)
