@@ -104,7 +104,7 @@ def flex_like(
     q: Tensor, k: Tensor, score: Score | None, *, window: Tensor | None = None,
     causal: bool = True, backend: str | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
-    """FlexAttention for arrays of these sizes: a BlockMask hides the future, and beyond windows."""
+    """FlexAttention for arrays of these sizes: a BlockMask hides the future and far keys."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     T, S = q.shape[2], k.shape[2]

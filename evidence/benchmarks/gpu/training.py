@@ -1,4 +1,4 @@
-"""The stage that trains: steps beside peers, and a model whose queries and keys serve as inputs."""
+"""The stage that trains: steps beside peers, and a model whose queries and keys are inputs."""
 
 import argparse
 import math
@@ -19,7 +19,7 @@ from gpu.timing import OTHERWISE, Call
 
 
 def training(options: argparse.Namespace) -> None:
-    """Steps of a language model; then another is trained, whose queries and keys serve as inputs."""
+    """Steps of a language model; then another is trained, whose queries and keys are inputs."""
     from linbias.data.corpus import load_corpus
 
     corpus = load_corpus("stdlib")

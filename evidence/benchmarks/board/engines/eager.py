@@ -1,4 +1,6 @@
-"""Transformers' own eager attention, as it comes; jina, whose code Transformers lacks, in plain PyTorch with the bias in memory."""
+"""Transformers' own eager attention, as it comes; jina, whose code Transformers lacks, in plain
+PyTorch with the bias in memory.
+"""
 
 import decoding
 import plain

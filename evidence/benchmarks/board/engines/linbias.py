@@ -1,4 +1,6 @@
-"""linbias: `fuse`, `prepack`, and `generate` of Transformers; encoders with `linbias.models`, prepacked."""
+"""linbias: `fuse`, `prepack`, and `generate` of Transformers; encoders with `linbias.models`,
+prepacked.
+"""
 
 from typing import Any
 

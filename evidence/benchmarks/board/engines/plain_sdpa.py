@@ -1,4 +1,6 @@
-"""PyTorch's `scaled_dot_product_attention` with the bias as its mask, in `plain.py`: what a user can write where Transformers refuses."""
+"""PyTorch's `scaled_dot_product_attention` with the bias as its mask, in `plain.py`: what a user
+can write where Transformers refuses.
+"""
 
 import decoding
 import plain
