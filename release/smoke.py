@@ -1,4 +1,6 @@
-"""What an installed wheel must do, on every CPU target that this machine runs: release/wheels.py starts it in a fresh environment."""
+"""What an installed wheel must do, on every CPU target that this machine runs: release/wheels.py
+starts it in a fresh environment.
+"""
 
 import json
 import shutil
@@ -12,7 +14,8 @@ import linbias
 from linbias import cpu
 from linbias.kernels import core
 
-# How far the core may be from the definition, which computes in float64: some roundings of the type.
+# How far the core may be from the definition, which computes in float64: some roundings of the
+# type.
 ALLOWED = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3}
 # The flags in /proc/cpuinfo with which a CPU target must be chosen.
 FLAGS = {
