@@ -1,6 +1,4 @@
-"""What an installed wheel must do, on every CPU target that this machine runs: release/wheels.py
-starts it in a fresh environment.
-"""
+"""What an installed wheel must do on every CPU target here; release/wheels.py starts it."""
 
 import json
 import shutil

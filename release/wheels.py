@@ -119,9 +119,7 @@ def run(*words: object, **options: object) -> None:
 
 
 def make_tools() -> Path:
-    """An environment with the build tools, and Zig under the names of a compiler: the folder of
-    programs.
-    """
+    """An environment with the build tools and Zig's compiler: the folder of its programs."""
     programs = WORK / "tools/bin"
     if not (programs / "python").exists():
         run(sys.executable, "-m", "venv", WORK / "tools")

@@ -1,10 +1,9 @@
-"""Break the source on purpose, one small change at a time, and see which test notices: `make
-mutants`.
+"""Break the source on purpose, one change at a time, and see which test notices: `make mutants`.
 
-The changes (mutants) are listed by area in evidence/mutants/*.toml. A group names a file and the
-tests that should notice (those of the list where it names none); a mutant is what it breaks in
-words, a text that occurs once in the file, what replaces it, and, if nothing can notice it, why:
-[breaks, old, new, survives].
+The changes (mutants) are listed by area and file in evidence/mutants/*.toml. Each says what it
+breaks, a text that occurs once in the file, and what replaces it; then, where they differ from
+those of the file or the list, the tests that should notice, and, where nothing can, why it
+survives.
 
 Each is made in a temporary copy of the tree. It is killed when a test fails that passes on the
 unchanged copy, crashes, or runs out of time. A reason to survive that no longer holds is an error.
@@ -83,19 +82,20 @@ def test_files(tests: tuple[str, ...]) -> Iterator[str]:
 
 def read_mutants() -> list[Mutant]:
     """All mutants in the order of their lists."""
-    return [
-        Mutant(content["area"], group["file"], tuple(group.get("tests", content["tests"])), *entry)
-        for path in sorted(LISTS.glob("*.toml"))
-        for content in [tomllib.loads(path.read_text(encoding="utf-8"))]
-        for group in content["group"]
-        for entry in group["mutants"]
-    ]
+    mutants = []
+    for path in sorted(LISTS.glob("*.toml")):
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        area, usual = content.pop("area"), content.pop("tests")
+        for file, of_file in content.items():
+            for breaks, old, new, *more in of_file["mutants"]:
+                own = {"tests": of_file.get("tests", usual), **(more[0] if more else {})}
+                tests = tuple(own.pop("tests"))
+                mutants.append(Mutant(area, file, tests, breaks, old, new, **own))
+    return mutants
 
 
 def mistakes(mutants: list[Mutant]) -> list[str]:
-    """What is wrong with the lists: changes that cannot be made, names taken twice, tests in no
-    file.
-    """
+    """What is wrong with the lists: impossible changes, names taken twice, missing tests."""
     found = []
     names = Counter(mutant.breaks for mutant in mutants)
     for mutant in mutants:
@@ -249,9 +249,7 @@ def read_results() -> dict[str, Result]:
 
 
 def keep_result(mutants: list[Mutant], result: Result) -> None:
-    """Write down the results of the mutants that there are, in their order; another run may have
-    added some.
-    """
+    """Write down what is known, in the order of the lists; another run may have added some."""
     results = read_results() | {result.breaks: result}
     kept = [results[m.breaks] for m in mutants if m.breaks in results]
     RECORDS.parent.mkdir(exist_ok=True)

@@ -1,6 +1,4 @@
-"""What the scripts share that train and test many small models: where, side by side, and by which
-plan.
-"""
+"""What the scripts share that train and test many small models."""
 
 import argparse
 import os

@@ -73,9 +73,7 @@ def _spread(found: Found, method: str) -> float:
 
 
 def near_to_far_table(found: Found) -> str:
-    """What near-to-far attention reads with each method at the longest length, and what that
-    costs.
-    """
+    """What near-to-far attention reads with each method at the longest length."""
     header = [
         f"near to far at {found.lengths[-1]:,} tokens",
         "pairs read",

@@ -128,8 +128,8 @@ def benchmark_table() -> str:
     text = (
         f"H={r['H']}, D={r['D']}, B=1 (short: 8), float32 and forward unless the name says"
         f" otherwise (training: forward and backward); {r['inputs']} inputs; {where(r)}, `make"
-        ' bench`. "sdpa, no bias" computes something else and stands here for scale; FlexAttention has'
-        " no backward pass on CPUs; at 32,768 only what takes seconds was measured. Memory of"
+        ' bench`. "sdpa, no bias" computes something else and stands here for scale; FlexAttention'
+        " has no backward pass on CPUs; at 32,768 only what takes seconds was measured. Memory of"
         f" `blocked`, forward and backward at {m['T']:,} tokens:"
         f" {m['peak_memory_bytes'] / 2**30:.2f} GiB above its inputs, output and gradients"
         " included."
@@ -229,9 +229,7 @@ def extrapolation_tables() -> str:
 
 
 def learned_steps_tables() -> str:
-    """ALiBi beside the methods whose layers learn its steps; in words until every method has a
-    model.
-    """
+    """ALiBi beside methods whose layers learn its steps; in words until all have a model."""
     found = extrapolation_report.Found("learned-steps")
     if len(found.methods) < len(extrapolation_report.PLANS[found.name].seeds):
         return f"Not measured yet (`{found.command}`)."

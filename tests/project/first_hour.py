@@ -47,9 +47,7 @@ FIRST_RUN = (
 
 
 def walk(extra: str) -> None:
-    """The commands and messages of a first hour; raises AssertionError for what is not as it
-    should be.
-    """
+    """The commands and messages of a first hour."""
     check_help()
     assert "slope 1/2" in linbias_says("explain")
     doctor = " ".join(linbias_says("doctor").split())
@@ -80,9 +78,7 @@ def check_help() -> None:
 
 
 def check_part(part: str, works: bool, doctor: str) -> None:
-    """A part that is not installed says so, and what installs it, when it or what it offers is
-    imported.
-    """
+    """A part that is not installed says so, and what installs it."""
     try:
         module = importlib.import_module(part)
         for name in getattr(module, "__all__", ()):

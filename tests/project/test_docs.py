@@ -1,6 +1,4 @@
-"""Every example in a docstring and in the README runs, and every public name has a docstring in
-the agreed form.
-"""
+"""Examples run, public docstrings have the agreed form, and documents say what is so."""
 
 import doctest
 import functools

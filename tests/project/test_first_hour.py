@@ -93,9 +93,7 @@ esac
 
 @pytest.fixture
 def make(tmp_path):
-    """Run make with such a Python, for an environment in tmp_path; returns what it said, and what
-    Python was asked.
-    """
+    """Run make with such a Python; returns what it said, and what Python was asked."""
     if shutil.which("make") is None:
         pytest.skip("there is no make")
     python, venv = tmp_path / "python3", tmp_path / "venv"

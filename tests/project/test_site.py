@@ -1,6 +1,4 @@
-"""The documentation site: built as `make docs` builds it, with every warning an error, and walked
-through.
-"""
+"""The documentation site, built as `make docs` builds it, and walked through."""
 
 import html
 import importlib

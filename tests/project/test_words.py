@@ -1,6 +1,4 @@
-"""One word, one sign and one unit for one thing, in the source and in the documents (DESIGN
-section 3).
-"""
+"""One word, one sign and one unit for one thing (DESIGN section 3)."""
 
 import re
 

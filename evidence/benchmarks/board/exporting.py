@@ -1,6 +1,4 @@
-"""`plain.py` as a graph for other engines: any length, keys and values of earlier tokens as inputs
-and outputs.
-"""
+"""`plain.py` as a graph for other engines: caches of any length are inputs and outputs."""
 
 import shutil
 from pathlib import Path

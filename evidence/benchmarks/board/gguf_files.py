@@ -1,6 +1,4 @@
-"""The models of the board as GGUF files, written with the `gguf` package from the weights of
-`plain.py`.
-"""
+"""The models of the board as GGUF files, from the weights of `plain.py`."""
 
 import gguf
 import numpy as np
@@ -36,9 +34,7 @@ ENCODER = {
 
 
 def write(job: Job) -> None:
-    """Write model.gguf. Matrices keep the type of the model; the rest is float32, as in files of
-    others.
-    """
+    """Write model.gguf: matrices keep their type, the rest is float32, as in others' files."""
     shape = job.shape
     writer = gguf.GGUFWriter(job.converted / "model.gguf", ARCHITECTURES[shape.family])
     writer.add_context_length(32768 + models.ROOM)

@@ -144,9 +144,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def load(folder: Path, dtype: str) -> Any:
-    """A model of the board as Transformers loads it, or for jina as linbias does, in another type
-    if that is asked for.
-    """
+    """A model as Transformers loads it, or for jina as linbias does, in this type."""
     import torch
     import transformers
 

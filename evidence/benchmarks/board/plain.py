@@ -85,9 +85,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """(ids [1, T], *keys and values of earlier tokens) -> (logits at the last token [1, V], *those
-    of all tokens).
-    """
+    """(ids [1, T], *earlier keys and values) -> (the last logits [1, V], *those of all)."""
 
     def __init__(
         self, family: str, vocabulary: int, layers: int, width: int, heads: int, attend: Attend,

@@ -58,9 +58,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Goal:
-    """What is asked of linbias: that its best rival takes `least` times what it takes in every
-    case.
-    """
+    """What is asked: that linbias' best rival takes `least` times what it takes in every case."""
 
     what: str
     field: str
@@ -118,9 +116,7 @@ def where(row: Row) -> str:
 
 
 def verdict(machines: Sequence[Sequence[Row]]) -> str:
-    """How often linbias was the fastest on each machine, and a table of every case where it was
-    not.
-    """
+    """How often linbias was the fastest on each machine, and every case where it was not."""
     names = [machine(rows) for rows in machines]
     wins, lost = {}, {}
     asked = {"read_s": "reading or embedding a text", "token_ms": "a generated token"}
@@ -219,9 +215,7 @@ def by_model(title: str, rows: Sequence[Row], field: str, write: Write) -> str:
 
 
 def table(title: str, columns: dict[str, list[Row]], field: str, write: Write) -> str:
-    """Engines by columns, the best of each in bold; empty where it has no number: `reasons` says
-    why.
-    """
+    """Engines by columns, the best of each in bold; empty where there is no number."""
     engines = {n: {r["engine"]: r[field] for r in of if field in r} for n, of in columns.items()}
     engines = {name: found for name, found in engines.items() if found}
     if not engines:

@@ -78,9 +78,7 @@ def main() -> None:
 
 
 def limit(threads: int, memory_bytes: int) -> None:
-    """Stay on the first cores, be refused more memory, and be the first to end where the machine
-    has no more.
-    """
+    """Stay on the first cores, be refused more memory, and be the first to be ended for it."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

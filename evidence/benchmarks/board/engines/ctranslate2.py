@@ -1,6 +1,4 @@
-"""CTranslate2: its converter's model, its `generate_batch` with the prompt read at once. Its own
-name for a type that it cannot compute in is float32.
-"""
+"""CTranslate2: its converter's model, and `generate_batch` with the prompt read at once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

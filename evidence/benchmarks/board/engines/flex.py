@@ -1,6 +1,4 @@
-"""PyTorch's FlexAttention, compiled, with the bias as its score_mod and a causal block mask, in
-`plain.py`: Transformers refuses it for ALiBi.
-"""
+"""FlexAttention, compiled, in `plain.py`: Transformers refuses it for ALiBi."""
 
 from typing import Any
 

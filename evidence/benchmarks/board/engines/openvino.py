@@ -1,6 +1,4 @@
-"""OpenVINO: `plain.py` on SDPA as `openvino.convert_model` reads it, with keys and values kept
-inside, in a loop.
-"""
+"""OpenVINO: `plain.py` on SDPA as `convert_model` reads it, keys and values kept inside."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
