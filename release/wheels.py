@@ -57,14 +57,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
     parser.add_argument("--need", nargs="*", default=[], help="Pythons that must be here")
-    parser.add_argument(
-        "--check", nargs="+", type=Path, help="wheels to check, instead of building"
-    )
+    parser.add_argument("--check", nargs="+", type=Path, help="wheels, instead of building")
     arguments = parser.parse_args()
     pythons = {user: find_python(user) for _, users in BUILDS.values() for user in users}
-    built = [wheel.resolve() for wheel in arguments.check or ()] or build(
-        pythons, arguments.output
-    )
+    built = [wheel.resolve() for wheel in arguments.check or ()]
+    built = built or build(pythons, arguments.output)
     for tag, users in BUILDS.values():
         for wheel in (path for path in built if tag in path.name):
             check_contents(wheel)
@@ -101,15 +98,12 @@ def find_python(version: str) -> str | None:
         return sys.executable
     candidates = [shutil.which(f"python{version}")]
     candidates += sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
-    candidates += sorted(
-        Path.home().glob(f".local/share/uv/python/cpython-{version}.*/bin/python{version}")
-    )
+    of_uv = f".local/share/uv/python/cpython-{version}.*/bin/python{version}"
+    candidates += sorted(Path.home().glob(of_uv))
     for python in filter(None, candidates):
         # A name on the path may be a stand-in for what is not installed.
-        done = subprocess.run(
-            [python, "-c", "import ensurepip, venv"], capture_output=True, check=False
-        )
-        if done.returncode == 0:
+        command = [python, "-c", "import ensurepip, venv"]
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
             return str(python)
     return None
 

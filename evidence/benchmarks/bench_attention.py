@@ -68,9 +68,8 @@ USUAL = [
     Case("symmetric-8192", 8192, causal=False),
     Case("zero-slopes-4096", 4096, ("cpu",), SDPA[1:], slopes="zero"),
     Case("zero-slopes-bfloat16-4096", 4096, ("cpu",), SDPA[1:], dtype="bfloat16", slopes="zero"),
-    Case(
-        "training-4096", 4096, peers=SDPA, backward=True
-    ),  # FlexAttention has no backward pass here
+    # FlexAttention has no backward pass here.
+    Case("training-4096", 4096, peers=SDPA, backward=True),
     Case("training-512", 512, peers=SDPA, B=4, backward=True),
 ]
 # Beyond 2,048 tokens the mask is several times slower than no bias.
@@ -97,21 +96,17 @@ def functions(
 ) -> dict[str, Callable[[], Tensor]]:
     """Everything that can run this case, by name; x are the positions, [1, H, T]."""
     attend = partial(linbias.torch.attention, q, k, v, slopes, causal=case.causal)
-    fall, window = peers.falling(slopes, causal=case.causal), peers.window_per_head
+    plain = partial(scaled_dot_product_attention, q, k, v)
+    fall = peers.falling(slopes, causal=case.causal)
+    flex = partial(peers.flex, q, k, v, fall, causal=case.causal)
     special: dict[str, Callable[[], Callable[[], Tensor]]] = {
         COUNTED: lambda: partial(attend, implementation="cpu"),
         PLACED: lambda: partial(attend, implementation="cpu", positions=x.detach()),
         LEARNED: lambda: partial(attend, implementation="cpu", positions=x),
-        "sdpa mask": lambda: partial(
-            scaled_dot_product_attention, q, k, v, attn_mask=mask(case, q, slopes, x)
-        ),
-        "sdpa, no bias": lambda: partial(
-            scaled_dot_product_attention, q, k, v, is_causal=case.causal
-        ),
-        "flex": lambda: peers.flex(q, k, v, fall, causal=case.causal),
-        "flex, window mask": lambda: peers.flex(
-            q, k, v, fall, causal=case.causal, window=window(q, k, slopes)
-        ),
+        "sdpa mask": lambda: partial(plain, attn_mask=mask(case, q, slopes, x)),
+        "sdpa, no bias": lambda: partial(plain, is_causal=case.causal),
+        "flex": flex,
+        "flex, window mask": lambda: flex(window=peers.window_per_head(q, k, slopes)),
     }
     found = {name: partial(attend, implementation=name) for name in case.ours}
     return found | {n: special[n]() for n in (*case.ours, *case.peers) if n in special}
@@ -140,9 +135,8 @@ def check(
         call: dict[str, Any] = {"positions": x.detach()[..., :stop].numpy()}
         if not case.causal:
             call = {"causal": False, "query_start": [t] * case.B}
-        expected = linbias.attention(
-            q[:, :, t : t + 1], k[:, :, :stop], v[:, :, :stop], slopes.tolist(), **call
-        )
+        rows = (q[:, :, t : t + 1], k[:, :, :stop], v[:, :, :stop])
+        expected = linbias.attention(*rows, slopes.tolist(), **call)
         error = (out[:, :, t : t + 1].detach().double() - torch.from_numpy(expected)).abs().max()
         # Where positions are not whole, the mask rounds them to bfloat16.
         if not error < ALLOWED_ERROR[case.dtype] * (10 if case.gates and name in SDPA else 1):
@@ -151,10 +145,8 @@ def check(
 
 def bench(case: Case, options: argparse.Namespace) -> None:
     """Time everything that can run a case, and write the records."""
-    q, k, v = arrays = list(
-        torch.randn(3, case.B, 8, case.T, case.D).to(getattr(torch, case.dtype))
-    )
-    H, paper = 8, linbias.slopes(8)
+    H, paper, dtype = 8, linbias.slopes(8), getattr(torch, case.dtype)
+    q, k, v = arrays = list(torch.randn(3, case.B, H, case.T, case.D).to(dtype))
     slopes = torch.tensor({"paper": paper, "zero": [0.0] * H, "one": [1.0] * H}[case.slopes])
     x = torch.arange(case.T, dtype=torch.float64).expand(1, H, -1)
     if case.gates:
@@ -167,10 +159,10 @@ def bench(case: Case, options: argparse.Namespace) -> None:
     more = {name: {"target": core.target() if "cpu" in name else None} for name in runnable}
     for name in more:
         if (ours := name.partition(",")[0]) in ("cpu", "blocked"):
-            placed = {} if name == "cpu" or ours == "blocked" else {"positions": x.detach()}
-            seen = linbias.torch.visited(
-                q, k, v, slopes.float(), causal=case.causal, implementation=ours, **placed
-            )
+            call = {"causal": case.causal, "implementation": ours}
+            if "," in name:
+                call["positions"] = x.detach()
+            seen = linbias.torch.visited(q, k, v, slopes.float(), **call)
             more[name]["work_kept"] = round(seen.work_kept.mean().item(), 4)
     timed: dict[str, Callable[[], Any]] = dict(runnable)
     if case.backward:

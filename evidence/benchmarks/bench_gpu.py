@@ -129,18 +129,16 @@ def log_of(stage: str, options: argparse.Namespace) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     usual = [stage for stage in STAGES if stage != "tiles"]
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=usual)
     parser.add_argument("--only", choices=[*STAGES, WARM], help=argparse.SUPPRESS)
     parser.add_argument("--start", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[16384, 4096, 65536, 32768])
     parser.add_argument("--shapes", nargs="+", default=["32x128", "16x64"], help="heads x size")
-    parser.add_argument(
-        "--caches", nargs="+", default=["1x65536", "16x16384"], help="batch x keys"
-    )
+    caches = ["1x65536", "16x16384"]
+    parser.add_argument("--caches", nargs="+", default=caches, help="batch x keys")
     parser.add_argument("--points", nargs="+", type=int, default=[7000, 28000])
     parser.add_argument("--long", nargs="+", type=int, default=[262_144, 1_048_576])
     parser.add_argument("--repeats", type=int, default=5)

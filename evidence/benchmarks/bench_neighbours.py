@@ -40,9 +40,7 @@ MOST_LOAD, TRIES = 0.05, 20
 
 def main() -> None:
     parser = record.parser(__doc__)
-    parser.add_argument(
-        "--spins", nargs="+", default=SPINS, help="a number is a value of GOMP_SPINCOUNT"
-    )
+    parser.add_argument("--spins", nargs="+", default=SPINS, help="numbers: GOMP_SPINCOUNT")
     parser.add_argument("--works", nargs="+", default=WORKS, choices=WORKS)
     parser.add_argument("--neighbours", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--work", choices=WORKS, help=argparse.SUPPRESS)  # what a worker does
@@ -93,9 +91,7 @@ def ask(process: subprocess.Popen[str], busy: list[subprocess.Popen[bytes]]) -> 
             milliseconds = float(process.stdout.readline())
         if load.share <= MOST_LOAD:
             return milliseconds
-    raise SystemExit(
-        f"bench_neighbours: others took {load.share:.0%} of the machine {TRIES} times"
-    )
+    raise SystemExit(f"bench_neighbours: others took {load.share:.0%} of it {TRIES} times")
 
 
 def serve(work: str) -> None:

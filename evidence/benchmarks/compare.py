@@ -98,16 +98,12 @@ def main() -> None:
     import record
 
     parser = record.parser(__doc__, repeats=21)
-    parser.add_argument(
-        "--before", required=True, help="the Python of the version to compare with"
-    )
+    parser.add_argument("--before", required=True, help="the Python of the other version")
     parser.add_argument("--after", default=sys.executable, help="the Python that has the new one")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     options: argparse.Namespace = parser.parse_args()
     versions = {"before": start_version(options.before), "after": start_version(options.after)}
-    print(
-        f"{'case':28}{'before, ms':>12}{'after, ms':>12}{'after / before':>16}{'by CPU time':>14}"
-    )
+    print(f"{'case':28}{'before, ms':>12}{'after, ms':>12}{'after / before':>16}{'by CPU':>14}")
     for case in options.cases:
         times: dict[str, list[list[float]]] = {name: [] for name in versions}
         for _ in range(options.repeats):
@@ -118,9 +114,8 @@ def main() -> None:
             for kind in (0, 1)
         )
         ratio, busy_ratio = (ms["after"] / ms["before"] for ms in (wall, busy))
-        print(
-            f"{case:28}{wall['before']:12.3f}{wall['after']:12.3f}{ratio:16.3f}{busy_ratio:14.3f}"
-        )
+        ms = f"{wall['before']:12.3f}{wall['after']:12.3f}"
+        print(f"{case:28}{ms}{ratio:16.3f}{busy_ratio:14.3f}")
         line = {name: record.spread([t[0] for t in found]) for name, found in times.items()}
         line |= {"ratio": round(ratio, 4), "ratio_cpu_time": round(busy_ratio, 4)}
         record.write({"case": f"compare-{case}", **line, **record.here()}, options.records)

@@ -36,9 +36,7 @@ def parser(words: str | None, repeats: int = 5) -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     options = argparse.ArgumentParser(description=words, formatter_class=form)
     options.add_argument("--repeats", type=int, default=repeats)
-    options.add_argument(
-        "--records", type=Path, default=default_path(), help="default: evidence/records/..."
-    )
+    options.add_argument("--records", type=Path, default=default_path(), help="to append to")
     options.set_defaults(device="cpu")
     return options
 

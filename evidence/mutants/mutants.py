@@ -309,15 +309,12 @@ def try_all(mutants: list[Mutant], todo: list[Mutant], jobs: int, seconds: float
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--only", metavar="TEXT", help="mutants whose name, file or area holds it")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time (default 1)")
     parser.add_argument("--again", action="store_true", help="repeat what is known already")
-    parser.add_argument(
-        "--seconds", type=float, default=300.0, help="time limit of a test command (default 300)"
-    )
+    parser.add_argument("--seconds", type=float, default=300.0, help="limit of a test command")
     options = parser.parse_args()
     mutants = read_mutants()
     if wrong := mistakes(mutants):

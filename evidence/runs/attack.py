@@ -30,7 +30,7 @@ from attack_calls import try_call  # noqa: E402
 from attack_mass import STEPS, climb  # noqa: E402
 from attack_subjects import everything  # noqa: E402
 from linbias._run.progress import Pace  # noqa: E402
-from markers import RECORDS, Record, fill, read  # noqa: E402
+from markers import RECORDS, Record, fill, parser_of, read  # noqa: E402
 from markers import table as markdown  # noqa: E402
 
 PATH = RECORDS / "attack.jsonl"
@@ -41,9 +41,7 @@ _PACE = Pace()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=20.0, help="most time, of both parts")
     parser.add_argument("--part", choices=("mass", "calls", "both"), default="both")
     parser.add_argument("--candidates", type=int, default=500_000, help="of part mass")

@@ -13,7 +13,6 @@ Models that are compared read the same sequences in the same order, with the sam
 from weights drawn by the same seed. What was measured is a line of the records.
 """
 
-import argparse
 import math
 import statistics
 import sys
@@ -35,7 +34,7 @@ from linbias.lm.training import train
 from linbias.models.decoder.config import ENCODER_POSITIONS
 from linbias.models.limits import position_limit
 from linbias.models.loading import load
-from markers import ROOT, Record
+from markers import ROOT, Record, parser_of
 
 STAGES = ("tune", "models", "write")
 TUNED = ("symmetric", "asymmetric", "rotary", "t5", "learned")
@@ -125,10 +124,9 @@ class Run:
         made, plan = self.log.find(kind="made"), asdict(self.plan)
         asked = {k: list(v) if isinstance(v, tuple) else v for k, v in plan.items()}
         if made is None:
-            sizes = {
-                name: load_corpus(text).num_bytes["train"] for name, text in self.texts.items()
-            }
-            texts = {name: f"{size / 1e6:.1f} MB to train on" for name, size in sizes.items()}
+            corpora = {name: load_corpus(text) for name, text in self.texts.items()}
+            sizes = {name: corpus.num_bytes["train"] / 1e6 for name, corpus in corpora.items()}
+            texts = {name: f"{size:.1f} MB to train on" for name, size in sizes.items()}
             self.log.append({"kind": "made", **made_here(), "texts": texts, "plan": asked})
         elif made["plan"] != asked:
             own = f"{self.log.path} must be records of this plan"
@@ -174,8 +172,7 @@ class Run:
 
 
 def main() -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = parser_of(__doc__)
     parser.add_argument("--text", type=Path, metavar="FILE", help="of the second corpus")
     parser.add_argument("--text-name", help="its name in the tables; default: that of the file")
     parser.add_argument("--output", type=Path, default=ROOT / "output" / "encoders")

@@ -15,7 +15,6 @@ What was measured is a line of evidence/records/PLAN.jsonl: the folder of the ru
 another machine may go on.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -40,7 +39,7 @@ from linbias.lm.training import train
 from linbias.models.decoder.positions import AttendOptions, Biased
 from linbias.models.limits import position_limit
 from linbias.models.loading import load
-from markers import RECORDS, ROOT, Record
+from markers import RECORDS, ROOT, Record, parser_of
 
 STAGES = ("tune", "train")
 
@@ -236,9 +235,7 @@ def open_log(plan: Plan, corpus: Corpus, path: Path) -> JsonLog:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--corpus", default="wikitext-2", help="what `load_corpus` reads")
     parser.add_argument("--plan", choices=PLANS, default="extrapolation")
     parser.add_argument("--output", type=Path, help="default: output/PLAN")

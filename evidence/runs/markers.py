@@ -10,6 +10,7 @@ gets a function that makes the table of the records as text, and a line in `writ
 script that measures and writes by itself calls `fill`.
 """
 
+import argparse
 import json
 import re
 import statistics
@@ -20,6 +21,12 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "evidence" / "records"
 Record = dict[str, Any]
+
+
+def parser_of(words: str | None) -> argparse.ArgumentParser:
+    """Whose help is the docstring of a script."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=words, formatter_class=form)
 
 
 def fill(document: str | Path, parts: dict[str, str]) -> None:

@@ -291,10 +291,9 @@ def length_figure(found: Found) -> Figure:
     for axes, corpus in zip(panels, found.corpora, strict=True):
         for trained, style in ((found.length, "-o"), (4 * found.length, "--o")):
             for position in found.positions:
-                ppl = {
-                    n: found.perplexities(corpus, position, trained, n) for n in found.test_lengths
-                }
-                line = {n: values for n, values in ppl.items() if values}
+                model = (corpus, position, trained)
+                line = {n: found.perplexities(*model, n) for n in found.test_lengths}
+                line = {n: values for n, values in line.items() if values}
                 draw(axes, line, style, position, f"{METHODS[position].label}, {trained}")
         finish(axes, found.test_lengths, CORPUS_NAMES[corpus], "tokens per test block")
         _on_a_log_scale(axes)
@@ -381,9 +380,8 @@ def renewed(kept: Sequence[Record], fresh: Sequence[Record]) -> list[Record]:
 
     A `ValueError` says that it has one of the two only, and its plan is not that of the other.
     """
-    comparison, speed = (
-        [r for r in fresh if (r["kind"] in SPEED) == is_speed] for is_speed in (False, True)
-    )
+    comparison = [r for r in fresh if r["kind"] not in SPEED]
+    speed = [r for r in fresh if r["kind"] in SPEED]
     is_whole = any(Found(comparison).seeds.values())
     if is_whole and speed:
         return list(fresh)

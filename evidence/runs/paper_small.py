@@ -16,7 +16,6 @@ Everything is done by `linbias.paper`; what was measured is a line of results.js
 folder.
 """
 
-import argparse
 import math
 import re
 import statistics
@@ -47,7 +46,7 @@ from linbias.paper.recipe import Recipe
 from linbias.paper.score import Scores, score
 from linbias.paper.store import read_data
 from linbias.paper.train import train
-from markers import ROOT, Record
+from markers import ROOT, Record, parser_of
 
 STAGES = ("tune", "train", "test", "speed", "write")
 POSITIONS = ("alibi", "sinusoidal", "rotary", "t5")
@@ -192,9 +191,8 @@ class Run:
     def models(self) -> Iterator[tuple[Record, Path]]:
         """Every model's key and folder; whole seeds of a corpus first."""
         plan, lengths = self.plan, (self.plan.length, 4 * self.plan.length)
-        for corpus, seed, length, position in product(
-            plan.corpora, plan.seeds, lengths, POSITIONS
-        ):
+        every = product(plan.corpora, plan.seeds, lengths, POSITIONS)
+        for corpus, seed, length, position in every:
             key = {"corpus": corpus, "position": position, "train_length": length, "seed": seed}
             yield key, self.output / "models" / f"{corpus}-{position}-L{length}-s{seed}"
 
@@ -261,8 +259,7 @@ def reading_speed(model: PaperForCausalLM, ids: NDArray[Any], length: int) -> fl
 
 
 def main() -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = parser_of(__doc__)
     parser.add_argument("--wikitext-2", type=Path, metavar="FOLDER")
     parser.add_argument("--output", type=Path, default=ROOT / "output" / "paper_small")
     parser.add_argument("--only", choices=STAGES, action="append", help="repeatable")
@@ -275,9 +272,8 @@ def main() -> None:
     plan = plan_of(options, Plan(("wikitext-2", "stdlib")[options.wikitext_2 is None :]))
     if set(stages) != {"write"}:
         open_run_folder(output / "plan.json", asdict(plan), "paper_small")
-        data = {
-            corpus: prepare_data(corpus, options.wikitext_2, output) for corpus in plan.corpora
-        }
+        wikitext_2 = options.wikitext_2
+        data = {corpus: prepare_data(corpus, wikitext_2, output) for corpus in plan.corpora}
         log = JsonLog(output / "results.jsonl")
         if log.find(kind="made") is None:
             log.append({"kind": "made", **made_here(), "model": MODEL, "plan": asdict(plan)})

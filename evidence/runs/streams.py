@@ -15,7 +15,6 @@
 A stage that is run again replaces what the records say of it. Models are given as NAME=FOLDER.
 """
 
-import argparse
 import copy
 import itertools
 import json
@@ -47,7 +46,7 @@ from linbias.models.window_cache.cache import WindowCache  # noqa: E402
 from linbias.models.window_cache.certificate import Settings  # noqa: E402
 from linbias.models.window_cache.layer import WindowLayer  # noqa: E402
 from linbias.models.window_cache.reach import _Questions, reach_of_weights  # noqa: E402
-from markers import RECORDS, Record, fill, read, table, unique  # noqa: E402
+from markers import RECORDS, Record, fill, parser_of, read, table, unique  # noqa: E402
 from test_streams import worst_input  # noqa: E402
 
 PATH, DOCUMENT = RECORDS / "streams.jsonl", "docs/guides/endless-texts.md"
@@ -303,9 +302,9 @@ def attack(rows_wanted: int) -> Record:
     return found | {"by_kind": by_kind}
 
 
-STAGES: dict[str, Callable[[Any, Tensor], Record]] = {
-    of.__name__: of for of in (windows, adaptive, score, memory, decode, same)
-}
+ALL: tuple[Callable[[Any, Tensor], Record], ...]
+ALL = (windows, adaptive, score, memory, decode, same)
+STAGES = {stage.__name__: stage for stage in ALL}
 
 
 # Of the table of the guide: a stage, what a row says, and its cells from the fields of the record.
@@ -377,9 +376,7 @@ def measured() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("models", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--corpus", default="wikitext-2")
     parser.add_argument("--only", action="append", choices=[*STAGES, "attack", "write"])

@@ -20,9 +20,7 @@ DOCUMENTS = {
 
 def table(implementations: Sequence[Implementation]) -> str:
     """One line per implementation, in the order in which "auto" asks."""
-    head = "implementation, runs on, how, memory, dtypes, head size, masks, derivatives".split(
-        ", "
-    )
+    head = "implementation|runs on|how|memory|dtypes|head size|masks|derivatives".split("|")
     rows = []
     for implementation in implementations:
         can = implementation.ABILITIES

@@ -9,7 +9,6 @@ in visited blocks, float32, for random normal inputs (8 heads of 64) and for the
 of a model.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from bench_attention import trained_inputs  # noqa: E402
 from linbias._request import TOLERANCE  # noqa: E402
 from linbias.kernels import core  # noqa: E402
 from linbias.torch import visited  # noqa: E402
-from markers import fill  # noqa: E402
+from markers import fill, parser_of  # noqa: E402
 from markers import table as markdown  # noqa: E402
 
 ROWS, KEYS = core.TILE_ROWS, core.BLOCK_KEYS
@@ -63,9 +62,7 @@ def table(layers: dict[str, tuple[Tensor, Tensor, Tensor]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="an ALiBi model trained here")
     parser.add_argument("--length", type=int, default=8192, help="tokens")
     options = parser.parse_args()

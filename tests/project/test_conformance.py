@@ -119,9 +119,8 @@ def planted(make, check, name):
     bugs = sys.modules["bugs"].BUGS
 
     def attention(q, k, v, **arguments):
-        call = make.call(
-            {"q": q.astype(float), "k": k.astype(float), "v": v.astype(float), **arguments}
-        )
+        wide = {name: x.astype(float) for name, x in (("q", q), ("k", k), ("v", v))}
+        call = make.call({**wide, **arguments})
         with np.errstate(all="ignore"):
             out, lse = bugs[name](call)
         out = out.astype(q.dtype)

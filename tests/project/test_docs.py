@@ -88,9 +88,7 @@ if find_spec("flax"):  # which has no release for every Python
     EXAMPLES["linbias.jax.flax"] = ["attention_fn", "mha_alibi"]
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [(module, name) for module, names in EXAMPLES.items() for name in names]
-)
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, of in EXAMPLES.items() for n in of])
 def test_public_docstrings_have_the_agreed_parts(module, name):
     thing = getattr(importlib.import_module(module), name)
     text = thing.__doc__ or ""
@@ -130,9 +128,10 @@ def test_python_examples_of_a_document_run(document, tmp_path, monkeypatch):
     assert run_python(document) == len(blocks(document, "python"))
 
 
-@pytest.mark.parametrize(
-    "document", [d for d in WITH_PYTHON if d.is_relative_to(ROOT / "docs")], ids=name
-)
+OF_THE_SITE = [document for document in WITH_PYTHON if ROOT / "docs" in document.parents]
+
+
+@pytest.mark.parametrize("document", OF_THE_SITE, ids=name)
 def test_a_page_says_what_its_code_needs(document):
     needed = extras_needed(document)
     line = f"The code of this page needs `pip install '.[{','.join(needed)}]'` in a checkout."

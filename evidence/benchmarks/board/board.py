@@ -117,10 +117,8 @@ class Worker:
 
     def how_it_ended(self) -> str:
         code = self.process.wait()
-        lines = [
-            line for line in self.log.read_text(errors="replace").splitlines() if line.strip()
-        ]
-        last = self.in_words(lines[-1].strip()) if lines else ""
+        said = self.log.read_text(errors="replace").strip()
+        last = self.in_words(said.splitlines()[-1].strip()) if said else ""
         if last.startswith("asked for"):
             return last
         signalled = f"by signal {-code} ({signal.strsignal(-code)})"
@@ -385,23 +383,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=known, choices=models.SHAPES)
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--lengths", nargs="+", type=int, help="default: 512 and more tokens")
-    parser.add_argument(
-        "--rounds", type=int, help="default: 3 up to 512 tokens, 2 to 2,048, then 1"
-    )
+    parser.add_argument("--rounds", type=int, help="default: 3 up to 512, 2 to 2,048, then 1")
     never = float("inf")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for a turn")
     parser.add_argument("--memory", type=float, default=20.0, help="GB for a process")
     parser.add_argument("--minutes", type=float, default=never, help="begin nothing after these")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--tries", type=int, default=3, help="turns before a disturbed one is kept"
-    )
+    parser.add_argument("--tries", type=int, default=3, help="before a disturbed turn is kept")
     parser.add_argument("--again", action="store_true", help="replace what the output has")
     where = ROOT / "build" / "board"
     parser.add_argument("--board", type=Path, default=where, help="for environments and models")
-    parser.add_argument(
-        "--output", type=Path, help="default: evidence/records/board/MACHINE.jsonl"
-    )
+    parser.add_argument("--output", type=Path, help="default: MACHINE.jsonl of the records")
     return parser.parse_args()
 
 

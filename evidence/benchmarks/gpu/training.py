@@ -23,9 +23,8 @@ def training(options: argparse.Namespace) -> None:
     from linbias.data.corpus import load_corpus
 
     corpus = load_corpus("stdlib")
-    train, test = (
-        torch.from_numpy(x.astype("int64")).to(options.device) for x in (corpus.train, corpus.test)
-    )
+    splits = (corpus.train, corpus.test)
+    train, test = (torch.from_numpy(x.astype("int64")).to(options.device) for x in splits)
     training_steps(train, options)
     model = trained(train, options)
     for T in options.lengths[::2]:
