@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 import markers
 import paper_report
+from drawing import draw, finish, save
 from linbias.methods import METHODS
 from markers import cell, fill, read, table, unique
 from paper_report import Verdict, judge
@@ -239,9 +240,9 @@ def figure(found: Found) -> Figure:
             line = {n: found.bits(corpus, method, n) for n in found.lengths}
             line = {n: bits for n, bits in line.items() if bits}
             style = "-o" if METHODS[method].linear else "--s"
-            paper_report.draw(axes, line, style, method, METHODS[method].label, shade=0.15)
+            draw(axes, line, style, method, METHODS[method].label, shade=0.15)
         label = f"tokens read at a time (trained on {found.lengths[0]})"
-        paper_report.finish(axes, found.lengths, title(corpus), label)
+        finish(axes, found.lengths, title(corpus), label)
     panels[0].set_ylabel("bits per masked token (lower is better)")
     panels[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return picture
@@ -265,4 +266,4 @@ def write(records: Path, document: Path) -> None:
     if not found.seeds:
         raise SystemExit(f"encoders_report: {records} must have tests of a whole seed, got none")
     fill(document, parts(found))
-    paper_report.save(figure(found), document.with_name("encoders.png"))
+    save(figure(found), document.with_name("encoders.png"))

@@ -1,11 +1,5 @@
-"""What `paper_small.py` measured: all that stands in docs/paper.md between markers, from records
-alone.
+"""What `paper_small.py` measured: all parts of docs/paper.md, from records alone."""
 
-L is the shorter training length; a model is named by its position and the length it was trained
-at.
-"""
-
-import io
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -14,10 +8,9 @@ from operator import gt, lt
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
+from drawing import draw, finish, on_a_log_scale, save
 from linbias._run.files import write_whole
 from linbias.methods import METHODS
 from markers import RECORDS, Record, cell, fill, read, table, unique
@@ -296,7 +289,7 @@ def length_figure(found: Found) -> Figure:
                 line = {n: values for n, values in line.items() if values}
                 draw(axes, line, style, position, f"{METHODS[position].label}, {trained}")
         finish(axes, found.test_lengths, CORPUS_NAMES[corpus], "tokens per test block")
-        _on_a_log_scale(axes)
+        on_a_log_scale(axes)
     panels[0].set_ylabel("perplexity (lower is better)")
     panels[-1].legend(title="trained at", frameon=False, fontsize=9, loc="upper left")
     return figure
@@ -327,47 +320,13 @@ def curse_figure(found: Found) -> Figure:
         ticks = [4**k for k in range(6) if 4**k <= longest]
         label = "tokens of context before the predicted one"
         finish(lower, ticks, f"All trained at {short}", label)
-        _on_a_log_scale(lower)
+        on_a_log_scale(lower)
         lower.axvline(short, color="#888888", linewidth=1, linestyle=(0, (4, 3)))
     rows[0][0].set_ylabel(f"perplexity, change in % from that at {short}")
     rows[1][0].set_ylabel("perplexity (lower is better)")
     rows[0][-1].legend(frameon=False, fontsize=9)
     rows[1][-1].legend(frameon=True, framealpha=1, edgecolor="none", fontsize=9)
     return figure
-
-
-def _on_a_log_scale(axes: Axes) -> None:
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def draw(
-    axes: Axes,
-    line: dict[Any, list[float]],
-    style: str,
-    method: str,
-    label: str,
-    shade: float = 0.18,
-) -> None:
-    """The mean over seeds, and their range as a shade, in the colour of a method."""
-    colour = METHODS[method].colour
-    mean = [statistics.fmean(values) for values in line.values()]
-    axes.plot(list(line), mean, style, color=colour, label=label, markersize=4)
-    low, high = [min(v) for v in line.values()], [max(v) for v in line.values()]
-    axes.fill_between(list(line), low, high, color=colour, alpha=shade, linewidth=0)
-
-
-def finish(axes: Axes, ticks: Sequence[int], title: str, x_label: str) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([f"{n:,}" for n in ticks])
-    axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
-    axes.set_xlabel(x_label)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def read_kept() -> Found:
@@ -416,9 +375,3 @@ def write(results: Path, document: Path) -> None:
     fill(document, parts(found))
     save(length_figure(found), document.with_name("paper_length.png"))
     save(curse_figure(found), document.with_name("paper_curse.png"))
-
-
-def save(figure: Figure, path: Path) -> None:
-    image = io.BytesIO()
-    figure.savefig(image, dpi=100)
-    write_whole(path, image.getvalue())
