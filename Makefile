@@ -46,8 +46,6 @@ fix: $(VENV)/.dev  ## format and mend what lint can mend
 
 bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go to evidence/records/
 	$(BIN)/python evidence/benchmarks/bench_attention.py
-	$(BIN)/python evidence/benchmarks/bench_decode.py
-	$(BIN)/python evidence/benchmarks/bench_memory.py --implementations cpu blocked
 
 board: $(VENV)/.dev  ## engines that people deploy on CPUs, side by side on ALiBi models: docs/results/board.md; goes on where it was
 	$(BIN)/python evidence/benchmarks/board/board.py

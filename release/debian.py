@@ -1,11 +1,13 @@
-"""Try this commit in another Debian, with its Python and its compiler: `make debian SUITE=sid GOALS='run test'`, as root.
+"""Try this commit in another Debian, with its Python and its compiler: `make debian SUITE=sid
+GOALS='run test'`, as root.
 
     python release/debian.py sid make run
-    python release/debian.py sid --packages python3.15-dev,python3.15-venv make PYTHON=python3.15 test
+    python release/debian.py sid --packages python3.15-dev,python3.15-venv make PYTHON=python3.15
+    test
 
-The first call puts the suite into build/debian/SUITE by debootstrap: 1 GB, and later what pip installs there. Each call
-brings the checkout's last commit to /linbias inside and keeps what was built there, .venv too. Nothing stays mounted: the
-mounts end with the command.
+The first call puts the suite into build/debian/SUITE by debootstrap: 1 GB, and later what pip
+installs there. Each call brings the checkout's last commit to /linbias inside and keeps what was
+built there, .venv too. Nothing stays mounted: the mounts end with the command.
 """
 
 import argparse
@@ -24,7 +26,8 @@ root=$1; lent=$2; shift 2
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
 for path in $lent; do
-  if [ -d "$path" ]; then mkdir -p "$root$path"; else mkdir -p "$root${path%/*}"; touch "$root$path"; fi
+  mkdir -p "$root${path%/*}"
+  if [ -d "$path" ]; then mkdir -p "$root$path"; else touch "$root$path"; fi
   mount --bind "$path" "$root$path"
 done
 exec chroot "$root" sh -c 'cd /linbias && exec "$@"' sh "$@"

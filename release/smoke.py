@@ -1,4 +1,4 @@
-"""What an installed wheel must do, on every CPU target that this machine runs: release/wheels.py starts it in a fresh environment."""
+"""What an installed wheel must do on every CPU target here; release/wheels.py starts it."""
 
 import json
 import shutil
@@ -12,7 +12,8 @@ import linbias
 from linbias import cpu
 from linbias.kernels import core
 
-# How far the core may be from the definition, which computes in float64: some roundings of the type.
+# How far the core may be from the definition, which computes in float64: some roundings of the
+# type.
 ALLOWED = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3}
 # The flags in /proc/cpuinfo with which a CPU target must be chosen.
 FLAGS = {
@@ -32,9 +33,8 @@ CALLS = {
 def main() -> None:
     assert not any(map(shutil.which, ("cc", "c++", "gcc", "g++", "clang", "clang++")))
     assert core.WHY_MISSING is None, core.WHY_MISSING
-    flags = set(
-        Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split()
-    )
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    flags = set(cpuinfo.partition("\nflags")[2].partition("\n")[0].split())
     expected = ["baseline", *(target for target, needed in FLAGS.items() if needed <= flags)]
     assert core.targets() == expected[::-1], (core.targets(), expected)
     assert core.target() == core.targets()[0]
@@ -64,12 +64,9 @@ def check(target: str, name: str, options: dict) -> None:
 
 def check_commands() -> None:
     """The command runs, and says that the core works."""
-    shown = subprocess.run(["linbias", "explain"], capture_output=True, text=True, check=True)
-    assert "0.5110" in shown.stdout
-    found = subprocess.run(
-        ["linbias", "doctor", "--json"], capture_output=True, text=True, check=True
-    )
-    assert json.loads(found.stdout)["implementations"] == {"numpy cpu": {"cpu": None}}
+    assert "0.5110" in subprocess.check_output(["linbias", "explain"], text=True)
+    found = json.loads(subprocess.check_output(["linbias", "doctor", "--json"]))
+    assert found["implementations"] == {"numpy cpu": {"cpu": None}}
 
 
 main()

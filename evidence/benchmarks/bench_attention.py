@@ -1,211 +1,196 @@
 """Time linear-bias attention and the peers that a user can write today, interleaved in one run.
 
-    python evidence/benchmarks/bench_attention.py                       # every case below, records to evidence/records/
+    python evidence/benchmarks/bench_attention.py                  # the usual cases, and memory
+    python evidence/benchmarks/bench_attention.py --sets short     # half an hour on 2 cores
+    python evidence/benchmarks/bench_attention.py --sets positions # keys at given positions
     python evidence/benchmarks/bench_attention.py --cases causal-8192 zero-slopes-4096 --repeats 9
-    python evidence/benchmarks/bench_attention.py --model output/extrapolate/models/alibi-L128-s0   # its q, k and v
 
-Peers: PyTorch's scaled_dot_product_attention with the bias as a mask, the same causal without a bias (for scale
-only: it computes something else), FlexAttention with an ALiBi score_mod, and that with a BlockMask of a window
-per head, as wide as a bound from the norms allows. Every result is checked before it is timed.
+Peers: PyTorch's scaled_dot_product_attention with the bias as a mask, the same without a bias (for
+scale only: it computes something else), FlexAttention with an ALiBi score_mod, and that with a
+BlockMask of a window per head, as wide as a bound from the norms allows. Every result is checked
+before it is timed. `short` asks at about 4,096 tokens in all; `sdpa` is the mask as an
+implementation of ours. `positions` are those that every call has by default (counted: what it
+costs to read them), or sums of -log f over forget gates f = sigmoid(N(4, 1.5)), about 0.98, with
+slope 1. On a CPU with a matrix unit, both sides without it:
+
+    ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 MKL_ENABLE_INSTRUCTIONS=AVX512_E3 \\
+        python evidence/benchmarks/bench_attention.py --sets short --target avx512_bf16
 """
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
 import linbias
 import linbias.torch
 import record
-from linbias._request import TOLERANCE
+from gpu import peers
 from linbias.kernels import core
 
-MASK_LIMIT_BYTES = 3 * 2**30  # beyond this the bias as a mask is left out
-ALLOWED_ERROR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+ALLOWED_ERROR = {"float32": 2e-5, "bfloat16": 2e-2}
+SDPA = ("sdpa mask", "sdpa, no bias")
+FLEX = ("flex", "flex, window mask")
+COUNTED, PLACED, LEARNED = "cpu, counted", "cpu, positions", "cpu, learned"
+MEMORY_LENGTH = 32768
 
 
 @dataclass(frozen=True)
-class BenchCase:
+class Case:
     name: str
     T: int
+    ours: tuple[str, ...] = ("cpu", "blocked")
+    peers: tuple[str, ...] = (*SDPA, *FLEX)
     B: int = 1
+    D: int = 64
     dtype: str = "float32"
     backward: bool = False
     causal: bool = True
-    zero_slopes: bool = False
-    ours: tuple[str, ...] = ("cpu", "blocked")
-    peers: tuple[str, ...] = ("sdpa mask", "sdpa, no bias", "flex", "flex, window mask")
+    slopes: str = "paper"  # or zero, or one
+    gates: bool = False
 
 
-CASES = (
-    BenchCase("short-256", 256, B=8, ours=("cpu", "blocked", "dense")),
-    BenchCase("causal-2048", 2048, ours=("cpu", "blocked", "dense")),
-    BenchCase("causal-8192", 8192),
-    BenchCase("causal-32768", 32768, ours=("cpu",), peers=("flex", "flex, window mask")),
-    BenchCase("causal-16384", 16384, ours=("cpu",), peers=()),
-    BenchCase("causal-131072", 131072, ours=("cpu",), peers=()),
-    BenchCase("bfloat16-8192", 8192, dtype="bfloat16"),
-    BenchCase("symmetric-8192", 8192, causal=False),
-    BenchCase("zero-slopes-4096", 4096, zero_slopes=True, ours=("cpu",), peers=("sdpa, no bias",)),
-    BenchCase(
-        "zero-slopes-bfloat16-4096",
-        4096,
-        dtype="bfloat16",
-        zero_slopes=True,
-        ours=("cpu",),
-        peers=("sdpa, no bias",),
-    ),
-    BenchCase("training-4096", 4096, backward=True, peers=("sdpa mask", "sdpa, no bias")),
-    BenchCase("training-512", 512, B=4, backward=True, peers=("sdpa mask", "sdpa, no bias")),
-)
+USUAL = [
+    Case("short-256", 256, ("cpu", "blocked", "dense"), B=8),
+    Case("causal-2048", 2048, ("cpu", "blocked", "dense")),
+    Case("causal-8192", 8192),
+    Case("causal-32768", 32768, ("cpu",), FLEX),
+    Case("causal-16384", 16384, ("cpu",), ()),
+    Case("causal-131072", 131072, ("cpu",), ()),
+    Case("bfloat16-8192", 8192, dtype="bfloat16"),
+    Case("symmetric-8192", 8192, causal=False),
+    Case("zero-slopes-4096", 4096, ("cpu",), SDPA[1:], slopes="zero"),
+    Case("zero-slopes-bfloat16-4096", 4096, ("cpu",), SDPA[1:], dtype="bfloat16", slopes="zero"),
+    # FlexAttention has no backward pass here.
+    Case("training-4096", 4096, peers=SDPA, backward=True),
+    Case("training-512", 512, peers=SDPA, B=4, backward=True),
+]
+# Beyond 2,048 tokens the mask is several times slower than no bias.
+SHORT = [
+    Case(f"{dtype}-{mode}-D{D}-{T}", T, ("cpu", "sdpa")[: 1 + (T <= 2048)], SDPA[T > 2048 :],
+         B=4096 // T or 1, D=D, dtype=dtype, backward=mode == "backward")
+    for dtype, mode, D in product(("float32", "bfloat16"), ("forward", "backward"), (64, 32))
+    for T in (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+]  # fmt: skip
+POSITIONS = [
+    Case(f"positions-{kind}-{T}{'-bfloat16' * (dtype != 'float32')}{'-training' * backward}", T,
+         (COUNTED, PLACED) if kind == "counted" else (PLACED, LEARNED)[: 1 + backward],
+         SDPA[:1] * (kind == "gates"), dtype=dtype, backward=backward,
+         slopes="one" if kind == "gates" else "paper", gates=kind == "gates")
+    for kind, T in (("counted", 2048), ("counted", 8192), ("gates", 4096), ("gates", 8192))
+    for dtype in ("float32", "bfloat16")
+    for backward in (False, True)
+]  # fmt: skip
+SETS = {"usual": USUAL, "short": SHORT, "positions": POSITIONS, "memory": []}
 
 
 def functions(
-    case: BenchCase, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor
+    case: Case, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, x: Tensor
 ) -> dict[str, Callable[[], Tensor]]:
-    """Everything that can run this case, by name."""
-    T, S = q.shape[2], k.shape[2]
-    plain = torch.nn.functional.scaled_dot_product_attention
-    found: dict[str, Callable[[], Tensor]] = {}
-    for name in case.ours:
-        if q.device.type == "cpu" or name != "cpu":
-            found[name] = lambda name=name: linbias.torch.attention(
-                q, k, v, slopes, causal=case.causal, implementation=name
-            )
-    if "sdpa mask" in case.peers and slopes.numel() * T * S * q.element_size() < MASK_LIMIT_BYTES:
-        right = [math.inf] * len(slopes) if case.causal else None
-        # Of four axes: with three, PyTorch leaves its fused way and is several times slower.
-        bias = torch.from_numpy(linbias.bias(slopes.tolist(), T, S, right)).to(q)[None]
-        found["sdpa mask"] = lambda: plain(q, k, v, attn_mask=bias)
-    if "sdpa, no bias" in case.peers:
-        found["sdpa, no bias"] = lambda: plain(q, k, v, is_causal=case.causal)
-    if case.backward and q.device.type == "cpu":
-        return found  # FlexAttention has no backward pass on a CPU
-
-    def score(s, b, h, i, j):
-        return s - slopes[h] * (i - j).abs()
-
-    window = window_per_head(q, k, slopes)
-    compiled, make_mask = torch.compile(flex_attention), torch.compile(create_block_mask)
-    masks = {
-        "flex": lambda b, h, i, j: i >= j if case.causal else i >= 0,
-        "flex, window mask": lambda b, h, i, j: (
-            ((i >= j) if case.causal else (i >= 0)) & ((i - j).abs() <= window[h])
-        ),
+    """Everything that can run this case, by name; x are the positions, [1, H, T]."""
+    attend = partial(linbias.torch.attention, q, k, v, slopes, causal=case.causal)
+    plain = partial(scaled_dot_product_attention, q, k, v)
+    fall = peers.falling(slopes, causal=case.causal)
+    flex = partial(peers.flex, q, k, v, fall, causal=case.causal)
+    special: dict[str, Callable[[], Callable[[], Tensor]]] = {
+        COUNTED: lambda: partial(attend, implementation="cpu"),
+        PLACED: lambda: partial(attend, implementation="cpu", positions=x.detach()),
+        LEARNED: lambda: partial(attend, implementation="cpu", positions=x),
+        "sdpa mask": lambda: partial(plain, attn_mask=mask(case, q, slopes, x)),
+        "sdpa, no bias": lambda: partial(plain, is_causal=case.causal),
+        "flex": flex,
+        "flex, window mask": lambda: flex(window=peers.window_per_head(q, k, slopes)),
     }
-    for name, mask in masks.items():
-        if name in case.peers:
-            heads = len(slopes) if "window" in name else None
-            block_mask = make_mask(mask, None, heads, T, S, device=q.device.type)
-            found[name] = lambda m=block_mask: compiled(q, k, v, score_mod=score, block_mask=m)
-    return found
+    found = {name: partial(attend, implementation=name) for name in case.ours}
+    return found | {n: special[n]() for n in (*case.ours, *case.peers) if n in special}
 
 
-def window_per_head(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
-    """The window that the largest norms allow, in whole keys: [H]."""
-    q_norm, k_norm = (float(torch.linalg.vector_norm(x.float(), dim=-1).max()) for x in (q, k))
-    window = linbias.near_to_far.window(
-        slopes.tolist(),
-        q_norm,
-        k_norm,
-        scale=q.shape[-1] ** -0.5,
-        tolerance=TOLERANCE[_dtype(q)],
-        num_keys=k.shape[2],
-    )
-    return torch.from_numpy(window).ceil().clamp(max=k.shape[2]).long()
+def mask(case: Case, q: Tensor, slopes: Tensor, x: Tensor) -> Tensor:
+    """The bias, [1, H, T, T]: with three axes PyTorch leaves its fused way and is slower."""
+    H, T = q.shape[1:3]
+    bias, future = q.new_empty(1, H, T, T), torch.ones(T, T, dtype=torch.bool).triu_(1)
+    for h in range(H):  # one at a time, since float64 of all heads would be 4 GB
+        bias[0, h] = (x[0, h, :, None] - x[0, h]).abs() * -float(slopes[h])
+        if case.causal:
+            bias[0, h].masked_fill_(future, -torch.inf)
+    return bias
 
 
 def check(
-    case: BenchCase, name: str, out: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor
+    case: Case, name: str, out: Tensor, arrays: list[Tensor], slopes: Tensor, x: Tensor
 ) -> None:
-    """Compare a few rows with the NumPy definition; the peer without a bias computes something else."""
-    if name == "sdpa, no bias" and not case.zero_slopes:
+    """Compare a few rows with the definition; the peer without a bias computes something else."""
+    if name == "sdpa, no bias" and case.slopes != "zero":
         return
-    T = q.shape[2]
-    for t in (0, T // 3, T - 1):
-        row = q[:, :, t : t + 1]
-        if case.causal:
-            arrays, extra = (row, k[:, :, : t + 1], v[:, :, : t + 1]), None
-        else:  # a query at t among T keys: as the last one, the keys behind it turned to the other side
-            arrays, extra = (row, k, v), -torch.abs(torch.arange(T) - t)
-        wide = [x.detach().double().cpu() for x in arrays]
-        if extra is None:
-            expected = torch.from_numpy(
-                linbias.attention(*(x.numpy() for x in wide), slopes.tolist())
-            )
-        else:
-            bias = slopes.double()[:, None, None] * extra
-            expected = (
-                torch.softmax(wide[0] @ wide[1].mT * q.shape[-1] ** -0.5 + bias, -1) @ wide[2]
-            )
-        error = (out[:, :, t : t + 1].detach().double().cpu() - expected).abs().max().item()
-        if not error < ALLOWED_ERROR[q.dtype]:
+    q, k, v = (array.detach().double().numpy() for array in arrays)
+    for t in (0, case.T // 3, case.T - 1):
+        stop = t + 1 if case.causal else case.T
+        call: dict[str, Any] = {"positions": x.detach()[..., :stop].numpy()}
+        if not case.causal:
+            call = {"causal": False, "query_start": [t] * case.B}
+        rows = (q[:, :, t : t + 1], k[:, :, :stop], v[:, :, :stop])
+        expected = linbias.attention(*rows, slopes.tolist(), **call)
+        error = (out[:, :, t : t + 1].detach().double() - torch.from_numpy(expected)).abs().max()
+        # Where positions are not whole, the mask rounds them to bfloat16.
+        if not error < ALLOWED_ERROR[case.dtype] * (10 if case.gates and name in SDPA else 1):
             raise SystemExit(f"{case.name}: {name} is wrong: row {t} is off by {error:.3g}")
 
 
-def bench(
-    case: BenchCase, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, options: argparse.Namespace
-) -> dict[str, float]:
-    """Time everything that can run a case, write the records, and return the medians by name."""
-    (B, H, T, D), (G, S) = q.shape, k.shape[1:3]
-    runnable = functions(case, q, k, v, slopes)
-    for name, function in runnable.items():
-        with torch.no_grad():
-            check(case, name, function(), q, k, v, slopes)
-    timed = runnable
+def bench(case: Case, options: argparse.Namespace) -> None:
+    """Time everything that can run a case, and write the records."""
+    H, paper, dtype = 8, linbias.slopes(8), getattr(torch, case.dtype)
+    q, k, v = arrays = list(torch.randn(3, case.B, H, case.T, case.D).to(dtype))
+    slopes = torch.tensor({"paper": paper, "zero": [0.0] * H, "one": [1.0] * H}[case.slopes])
+    x = torch.arange(case.T, dtype=torch.float64).expand(1, H, -1)
+    if case.gates:
+        x = -logsigmoid(torch.randn(1, H, case.T, dtype=torch.float64) * 1.5 + 4).cumsum(-1)
+    x = x.clone().requires_grad_(case.backward)
+    runnable = functions(case, q, k, v, slopes.float(), x)
+    with torch.no_grad():
+        for name, function in runnable.items():
+            check(case, name, function(), arrays, slopes, x)
+    more = {name: {"target": core.target() if "cpu" in name else None} for name in runnable}
+    for name in more:
+        if (ours := name.partition(",")[0]) in ("cpu", "blocked"):
+            call = {"causal": case.causal, "implementation": ours}
+            if "," in name:
+                call["positions"] = x.detach()
+            seen = linbias.torch.visited(q, k, v, slopes.float(), **call)
+            more[name]["work_kept"] = round(seen.work_kept.mean().item(), 4)
+    timed: dict[str, Callable[[], Any]] = dict(runnable)
     if case.backward:
-        dout = torch.randn_like(q)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        timed = {
-            n: lambda f=f: torch.autograd.grad(f(), leaves, dout) for n, f in runnable.items()
-        }
+        dout, leaves = torch.randn_like(q), [array.requires_grad_() for array in arrays]
+        of = {name: [*leaves, x] if name == LEARNED else leaves for name in runnable}
+        timed = {n: lambda n=n: torch.autograd.grad(runnable[n](), of[n], dout) for n in runnable}
+    mode = record.BACKWARD if case.backward else record.FORWARD
+    given = record.fields(case.name, q.shape, k.shape, case.dtype, mode, case.causal)
     with torch.set_grad_enabled(case.backward):
-        times = record.interleave(timed, options.repeats)
-    mode = "forward+backward" if case.backward else "forward"
-    first = record.spread(next(iter(times.values())))["p50_ms"]
-    for name, values in times.items():
-        line = {
-            "case": case.name, "implementation": name, "mode": mode,
-            "B": B, "H": H, "G": G, "T": T, "S": S, "D": D, "dtype": _dtype(q),
-            **record.spread(values), "repeats": options.repeats, "peak_memory_bytes": None,
-            "flop": record.flop(B, H, T, S, D, case.causal) * (7 if case.backward else 2) // 2,
-            "bytes": record.moved_bytes(B, H, G, T, S, D, q.element_size()) * (3 if case.backward else 1),
-            "work_kept": work_kept(case, name, q, k, v, slopes), "inputs": options.inputs,
-            "target": core.target() if name == "cpu" else None, **record.here(options.device),
-        }  # fmt: skip
-        record.write(line, options.records)
-        kept = "" if line["work_kept"] is None else f"  work kept {line['work_kept']:.1%}"
-        print(
-            f"{case.name:26} {name:18} {line['p50_ms']:10.1f} ms  {line['p50_ms'] / first:6.2f}{kept}",
-            flush=True,
-        )
-    return {name: record.spread(values)["p50_ms"] for name, values in times.items()}
+        record.compare(given, timed, options, more)
 
 
-def work_kept(
-    case: BenchCase, name: str, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor
-) -> float | None:
-    """The share of visible query-key pairs that our implementations read."""
-    if name not in ("blocked", "cpu"):
-        return None
-    found = linbias.torch.visited(q, k, v, slopes, causal=case.causal, implementation=name)
-    return round(found.work_kept.mean().item(), 4)
+def prepare_memory(name: str, T: int) -> Callable[[], Any]:
+    """One forward and backward pass, whose memory is measured."""
+    q, k, v, dout = torch.randn(4, 1, 8, T, 64)
+    small = [x[:, :, :64].clone().requires_grad_() for x in (q, k, v)]
+    linbias.torch.attention(*small, implementation=name).sum().backward()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    return lambda: linbias.torch.attention(*leaves, implementation=name).backward(dout)
 
 
-def trained_inputs(
-    folder: Path, length: int, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> list[tuple[Tensor, Tensor, Tensor]]:
+def trained_inputs(folder: Path, length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """q, k and v of each layer of a model trained here, reading its own corpus."""
     from linbias.data.corpus import load_corpus
     from linbias.models import LinbiasForCausalLM
 
-    model = LinbiasForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    ids = torch.from_numpy(load_corpus("stdlib").test[:length].astype("int64"))[None].to(device)
+    model = LinbiasForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.from_numpy(load_corpus("stdlib").test[:length].astype("int64"))[None]
     return inputs_of(model, ids)
 
 
@@ -226,45 +211,22 @@ def inputs_of(model: torch.nn.Module, ids: Tensor) -> list[tuple[Tensor, Tensor,
     return caught
 
 
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--cases", nargs="+", choices=[c.name for c in CASES], default=[c.name for c in CASES]
-    )
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--model", type=Path, help="take q, k, v from this trained ALiBi model instead of noise"
-    )
-    parser.add_argument(
-        "--records", type=Path, help="file to append to (default: evidence/records/...)"
-    )
+    parser = record.parser(__doc__, repeats=7)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=["usual", "memory"])
+    parser.add_argument("--cases", nargs="+", help="only these of the sets")
+    parser.add_argument("--target", choices=core.targets(), help="of ours; default: the best here")
     options = parser.parse_args()
-    options.records = options.records or record.default_path(options.device)
-    options.inputs = "trained model" if options.model else "random normal"
+    core.force_target(options.target)
     torch.manual_seed(0)
-    for case in CASES:
-        if case.name not in options.cases:
-            continue
-        if options.model:
-            layers = trained_inputs(options.model, case.T)
-            q, k, v = (x.expand(case.B, -1, -1, -1) for x in layers[len(layers) // 2])
-        else:
-            q, k, v = torch.randn(3, case.B, options.heads, case.T, options.head_size)
-        q, k, v = (
-            x.detach().to(options.device, getattr(torch, case.dtype)).contiguous()
-            for x in (q, k, v)
-        )
-        slopes = torch.tensor(linbias.slopes(q.shape[1]), dtype=torch.float32, device=q.device)
-        bench(case, q, k, v, slopes * 0 if case.zero_slopes else slopes, options)
+    for case in (case for name in options.sets for case in SETS[name]):
+        if not options.cases or case.name in options.cases:
+            bench(case, options)
+    if "memory" in options.sets and not options.cases:
+        shape = (1, 8, MEMORY_LENGTH, 64)
+        given = record.fields(f"memory-{MEMORY_LENGTH}", shape, shape, "float32", record.BACKWARD)
+        names = ("cpu", "blocked")
+        record.measure_memory(given, options, prepare_memory, names, MEMORY_LENGTH)
 
 
 if __name__ == "__main__":

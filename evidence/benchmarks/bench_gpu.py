@@ -1,15 +1,15 @@
-"""Check and measure the Triton kernels on one CUDA GPU, peers interleaved, in 9 minutes; it ends in a page of figures.
+"""Check and measure the Triton kernels on one CUDA GPU, beside peers, in 9 minutes: a page.
 
-    python evidence/benchmarks/bench_gpu.py                          # all but tiles; records to records, page.md and logs beside them
-    python3 evidence/benchmarks/bench_gpu.py --output DIR            # likewise from a bare checkout, with nothing of ours installed or built
-    python evidence/benchmarks/bench_gpu.py --stages speed decode --shapes 16x64 --lengths 4096 16384
-    python evidence/benchmarks/bench_gpu.py --stages tiles           # other tile sizes beside those of linbias/kernels/triton/sizes.py
-    python evidence/benchmarks/bench_gpu.py --dry-run                # the whole script at tiny sizes in Triton's interpreter
+    python evidence/benchmarks/bench_gpu.py               # all but tiles
+    python3 evidence/benchmarks/bench_gpu.py --output DIR # likewise, from a bare checkout
+    python evidence/benchmarks/bench_gpu.py --stages speed --shapes 16x64 --lengths 4096 16384
+    python evidence/benchmarks/bench_gpu.py --stages tiles # beside those of triton/sizes.py
+    python evidence/benchmarks/bench_gpu.py --dry-run      # at tiny sizes, in Triton's interpreter
 
 It needs PyTorch, Triton, NumPy, pytest and (training) Transformers. Stages, in order of worth:
 
     contract    the contract suite, forward and backward, compiled for the device
-    speed       attention and its peers, checked, then timed; what the device reaches in products and copies
+    speed       attention and its peers, checked, then timed; rates of products and copies
     decode      one token against a long cache
     training    steps of training a model; and attention of a small one that is trained here
     points      attention among points of a plane
@@ -19,14 +19,16 @@ It needs PyTorch, Triton, NumPy, pytest and (training) Transformers. Stages, in 
     pieces      a sequence in pieces, on processes that share the device
     tiles       forward and backward with other tile sizes
 
-A stage that fails or hangs costs the others nothing: each is a process, with a time by which it must end; what one saves, the
-next have. Each record is appended to DIR/<machine>-<date>.jsonl (see record.py) as it is measured, and DIR/page.md, with a
-line for each claim that could be made, is written anew after each stage: a run may be cut at any moment. Peers, where they
-are to be had: FlexAttention with an ALiBi score_mod, and that with a window per head as BlockMask, and that on
-FlashAttention 4; SDPA's cuDNN and flash backends with more columns that carry the bias, with the bias as a mask, and without a
-bias (for scale only: it computes something else); flash_attn with alibi_slopes; the Forgetting Transformer's kernel with adaptive
-pruning, if src/forgetting_transformer/ops/forgetting_attention.py of github.com/zhixuan-lin/forgetting-transformer (883f260; it
-needs einops) lies in .external/. A peer that is wrong is left out, and said to be.
+A stage that fails or hangs costs the others nothing: each is a process, with a time by which it
+must end; what one saves, the next have. Each record is appended to DIR/<machine>-<date>.jsonl (see
+record.py) as it is measured, and DIR/page.md, with a line for each claim that could be made, is
+written anew after each stage: a run may be cut at any moment. A peer that is wrong is left out,
+and said to be. Peers, where they are to be had: FlexAttention with an ALiBi score_mod, with a
+window per head as BlockMask, and on FlashAttention 4; SDPA's cuDNN and flash backends with more
+columns that carry the bias, with the bias as a mask, and without a bias (for scale only);
+flash_attn with alibi_slopes; the Forgetting Transformer's kernel with adaptive pruning, if
+src/forgetting_transformer/ops/forgetting_attention.py of
+github.com/zhixuan-lin/forgetting-transformer (883f260; it needs einops) lies in .external/.
 """
 
 import argparse
@@ -41,16 +43,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # For every process that a stage starts, too. What is installed goes first: it may be compiled.
-FOLDERS = [
-    *(str(ROOT / "tests" / x) for x in ("support", "torch")),
-    str(ROOT / "evidence" / "benchmarks"),
-]
+FOLDERS = [str(ROOT / x) for x in ("tests/support", "tests/torch", "evidence/benchmarks")]
 if importlib.util.find_spec("linbias") is None:
     FOLDERS.insert(0, str(ROOT / "src"))
 sys.path += FOLDERS
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [*filter(None, [os.environ.get("PYTHONPATH")]), *FOLDERS]
-)
+GIVEN = filter(None, [os.environ.get("PYTHONPATH")])
+os.environ["PYTHONPATH"] = os.pathsep.join([*GIVEN, *FOLDERS])
 
 import torch  # noqa: E402
 
@@ -88,9 +86,8 @@ def run_stages(options: argparse.Namespace) -> None:
         if beside is not None:
             stop(beside)
         fared[stage] = f"{how}, {time.monotonic() - begun:.0f} s"
-        print(
-            f"== {stage}: {fared[stage]}\n{log_of(stage, options).read_text()[-3000:]}", flush=True
-        )
+        log = log_of(stage, options).read_text()[-3000:]
+        print(f"== {stage}: {fared[stage]}\n{log}", flush=True)
         text = page(lines_so_far(options), fared, options.lengths)
         (options.output / "page.md").write_text(text)
     print(text)
@@ -99,7 +96,7 @@ def run_stages(options: argparse.Namespace) -> None:
 
 
 def wait_for(stage: str, end: float, options: argparse.Namespace) -> str:
-    """Run a stage until it ends or must end; start it again where it says that the device is in error."""
+    """Run a stage until it ends or must end; again where it says that the device is in error."""
     while True:
         process = start(stage, options)
         try:
@@ -113,19 +110,10 @@ def wait_for(stage: str, end: float, options: argparse.Namespace) -> str:
 
 
 def start(stage: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        __file__,
-        *sys.argv[1:],
-        "--only",
-        stage,
-        "--start",
-        str(options.start),
-    ]
-    with log_of(stage, options).open("a") as file:
-        return subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    more = ["--only", stage, "--start", str(options.start)]
+    command = [sys.executable, __file__, *sys.argv[1:], *more]
+    with log_of(stage, options).open("a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -141,20 +129,16 @@ def log_of(stage: str, options: argparse.Namespace) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     usual = [stage for stage in STAGES if stage != "tiles"]
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=usual)
     parser.add_argument("--only", choices=[*STAGES, WARM], help=argparse.SUPPRESS)
     parser.add_argument("--start", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[16384, 4096, 65536, 32768])
-    parser.add_argument(
-        "--shapes", nargs="+", default=["32x128", "16x64"], help="heads x size of a head"
-    )
-    parser.add_argument(
-        "--caches", nargs="+", default=["1x65536", "16x16384"], help="batch x keys"
-    )
+    parser.add_argument("--shapes", nargs="+", default=["32x128", "16x64"], help="heads x size")
+    caches = ["1x65536", "16x16384"]
+    parser.add_argument("--caches", nargs="+", default=caches, help="batch x keys")
     parser.add_argument("--points", nargs="+", type=int, default=[7000, 28000])
     parser.add_argument("--long", nargs="+", type=int, default=[262_144, 1_048_576])
     parser.add_argument("--repeats", type=int, default=5)
@@ -169,9 +153,7 @@ def main() -> None:
         options.lengths, options.shapes, options.caches = [16], ["1x16"], ["1x16"]
         options.points, options.long, options.repeats, options.ranks = [9], [96], 1, 2
     elif not torch.cuda.is_available():
-        raise SystemExit(
-            "bench_gpu: there is no CUDA device; --dry-run tries the script without one"
-        )
+        raise SystemExit("bench_gpu: there is no CUDA device; --dry-run tries it without one")
     options.shapes, options.caches = (
         [tuple(map(int, pair.split("x"))) for pair in pairs]
         for pairs in (options.shapes, options.caches)

@@ -1,13 +1,15 @@
-"""Time models beside busy processes, with several settings of how long OpenMP's threads spin before they sleep.
+"""Time models beside busy processes, by how long OpenMP's threads spin before they sleep.
 
-    python evidence/benchmarks/bench_neighbours.py                          # everything: a quarter of an hour on 2 cores
-    python evidence/benchmarks/bench_neighbours.py --spins default 0 1000 --works token --neighbours 0 1
+    python evidence/benchmarks/bench_neighbours.py          # a quarter of an hour on 2 cores
+    python evidence/benchmarks/bench_neighbours.py --spins 0 1000 --works token --neighbours 0 1
 
-read: 512 tokens, by four layers of the shape of BLOOM-560m, fused. token: one more, after them. train: a step of a
-model of `make run`. run: the command of `make run` as a whole, with one method, fewer steps and a shorter text, "watched" alone. Every setting has a process of its own, since libgomp reads its environment (GOMP_SPINCOUNT) when
-it is loaded; "watched" is what the command line does (linbias._run.neighbours), "passive" OMP_WAIT_POLICY=PASSIVE; processes take turns, and those that wait sleep. A neighbour is a process that computes without end. A
-measurement during which anything else took more than a twentieth of the cores is repeated. Records go to
-records, or where --records says.
+read: 512 tokens, by four layers of the shape of BLOOM-560m, fused. token: one more, after them.
+train: a step of a model of `make run`. run: that command as a whole, shortened, "watched" alone.
+Every setting has a process of its own, since libgomp reads GOMP_SPINCOUNT when it is loaded;
+"watched" is what the command line does (linbias._run.neighbours), "passive"
+OMP_WAIT_POLICY=PASSIVE; processes take turns, and those that wait sleep. A neighbour is a process
+that computes without end. A measurement during which anything else took more than a twentieth of
+the cores is repeated.
 """
 
 import argparse
@@ -19,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import Any
 
 import record
@@ -27,26 +28,21 @@ from linbias._run.neighbours import considerate
 from load import Load
 
 WORKS = ("read", "token", "train", "run")
-RUN = ("extrapolate", "--methods", "alibi", "--steps", "100", "--limit-tokens", "4096", "--quiet")
+RUN = "extrapolate --methods alibi --steps 100 --limit-tokens 4096 --quiet --output".split()
 SPINS = ("default", "watched", "passive", "one thread", "0", "1000", "10000", "100000")
+VARIABLES = {
+    **{"default": {}, "watched": {}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"}},
+    "one thread": {"OMP_NUM_THREADS": "1"},
+}
+BUSY = [sys.executable, "-c", "while True: pass"]
 MOST_LOAD, TRIES = 0.05, 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--spins",
-        nargs="+",
-        default=SPINS,
-        metavar="HOW",
-        help="numbers are values of GOMP_SPINCOUNT",
-    )
+    parser = record.parser(__doc__)
+    parser.add_argument("--spins", nargs="+", default=SPINS, help="numbers: GOMP_SPINCOUNT")
     parser.add_argument("--works", nargs="+", default=WORKS, choices=WORKS)
     parser.add_argument("--neighbours", type=int, nargs="+", default=(0, 1, 2))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--records", type=Path, help="default: evidence/records/...")
     parser.add_argument("--work", choices=WORKS, help=argparse.SUPPRESS)  # what a worker does
     options = parser.parse_args()
     if options.work:
@@ -57,82 +53,70 @@ def main() -> None:
 
 
 def measure(work: str, spins: Sequence[str], options: argparse.Namespace) -> None:
+    mode = record.FORWARD if work in ("read", "token") else record.BACKWARD
     with ExitStack() as stack:
         workers = {spin: stack.enter_context(worker(work, spin)) for spin in spins}
         hosts = {spin: json.loads(process.stdout.readline()) for spin, process in workers.items()}
         for neighbours in options.neighbours:
-            with ExitStack() as beside:
-                busy = [beside.enter_context(neighbour()) for _ in range(neighbours)]
-                times: dict[str, list[float]] = {spin: [] for spin in spins}
-                for _ in range(options.repeats):
-                    for spin, process in workers.items():
-                        times[spin].append(ask(process, busy))
-                for process in busy:
-                    process.kill()
+            busy = [subprocess.Popen(BUSY) for _ in range(neighbours)]
+            times: dict[str, list[float]] = {spin: [] for spin in spins}
+            for _ in range(options.repeats):
+                for spin, process in workers.items():
+                    times[spin].append(ask(process, busy))
+            for process in busy:
+                process.kill()
+                process.wait()
             for spin, found in times.items():
-                line = {"case": f"{work} beside {neighbours} busy", "implementation": f"spins {spin}", "mode": "forward" if work in ("read", "token") else "forward+backward"}  # fmt: skip
-                line |= record.spread(found) | hosts[spin] | {"repeats": len(found)}
-                record.write(line, options.records or record.default_path())
-                print(f"{line['case']:24} {line['implementation']:14} {line['p50_ms']:9.2f} ms ({line['p20_ms']:.2f} to {line['p80_ms']:.2f})", flush=True)  # fmt: skip
+                line = {"case": f"{work} beside {neighbours} busy", "mode": mode}
+                line |= {"implementation": f"spins {spin}", **record.spread(found), **hosts[spin]}
+                record.write(line | {"repeats": len(found)}, options.records)
+                print(line["case"], line["implementation"], f"{line['p50_ms']} ms", flush=True)
 
 
 def worker(work: str, spin: str) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}  # fmt: skip
-    if spin == "passive":
-        environment["OMP_WAIT_POLICY"] = "PASSIVE"
-    elif spin == "one thread":
-        environment["OMP_NUM_THREADS"] = "1"
-    elif spin not in ("default", "watched"):
-        environment["GOMP_SPINCOUNT"] = spin
-    return subprocess.Popen(
-        [sys.executable, __file__, "--work", work, "--spins", spin],
-        env=environment,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-
-
-def neighbour() -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    kept = {n: value for n, value in os.environ.items() if not n.startswith(("OMP_", "GOMP_"))}
+    command = [sys.executable, __file__, "--work", work, "--spins", spin]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = kept | VARIABLES.get(spin, {"GOMP_SPINCOUNT": spin})
+    return subprocess.Popen(command, env=environment, **pipes)
 
 
 def ask(process: subprocess.Popen[str], busy: list[subprocess.Popen[bytes]]) -> float:
-    """Milliseconds of one piece of work, with nothing beside it but the neighbours."""
-    assert process.stdin and process.stdout
+    """Milliseconds of one item of work, with nothing beside it but the neighbours."""
     for _ in range(TRIES):
         time.sleep(0.05)  # until threads of the one before sleep
         with Load([process.pid, *(other.pid for other in busy)]) as load:
             process.stdin.write("\n")
             process.stdin.flush()
-            found = float(process.stdout.readline())
+            milliseconds = float(process.stdout.readline())
         if load.share <= MOST_LOAD:
-            return found
-    raise SystemExit(f"bench_neighbours: the machine must be free, but others took {load.share:.0%} of it, {TRIES} times")  # fmt: skip
+            return milliseconds
+    raise SystemExit(f"bench_neighbours: others took {load.share:.0%} of it {TRIES} times")
 
 
 def serve(work: str) -> None:
-    """Do the work for some seconds by each line of standard input, and print the milliseconds of one piece of the last of them."""
+    """Do the work for some seconds by each line of input, and print the ms of one item."""
     run, count = prepare(work)
     run()
     print(json.dumps(record.here()), flush=True)
     for _ in sys.stdin:
-        # Until the threads have got used to their neighbours; a whole command counts from its start.
+        # Threads get used to their neighbours first; a whole command counts from its start.
         for seconds in (1.0,) if work == "run" else (0.6, 1.0):
-            start, pieces = time.perf_counter(), 0
+            start, items = time.perf_counter(), 0
             while time.perf_counter() - start < seconds:
                 run()
-                pieces += count
-        print((time.perf_counter() - start) / pieces * 1e3, flush=True)
+                items += count
+        print((time.perf_counter() - start) / items * 1e3, flush=True)
 
 
 def command() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "linbias", *RUN, "--output", folder], stdout=subprocess.DEVNULL, check=True)  # fmt: skip
+        words = [sys.executable, "-m", "linbias", *RUN, folder]
+        subprocess.run(words, stdout=subprocess.DEVNULL, check=True)
 
 
 def prepare(work: str) -> tuple[Callable[[], Any], int]:
-    """What to run, and how many pieces of work that is."""
+    """What to run, and how many items of work that is."""
     if work == "run":
         return command, 1
     import torch
@@ -151,12 +135,8 @@ def prepare(work: str) -> tuple[Callable[[], Any], int]:
             optimizer.step()
 
         return step, 1
-    bloom = fuse(
-        BloomForCausalLM(
-            BloomConfig(vocab_size=1000, hidden_size=1024, n_head=16, n_layer=4)
-        ).eval()
-    )
-    ids = torch.randint(1000, (1, 512))
+    config = BloomConfig(vocab_size=1000, hidden_size=1024, n_head=16, n_layer=4)
+    bloom, ids = fuse(BloomForCausalLM(config).eval()), torch.randint(1000, (1, 512))
     if work == "read":
         return torch.inference_mode()(lambda: bloom(ids, use_cache=False)), 1
 

@@ -1,8 +1,9 @@
-"""Run pytest again and again without loading torch, transformers and jax each time: `mutants.py` asks for it.
+"""Run pytest again and again without loading torch, transformers and jax each time: `mutants.py`
+asks for it.
 
-A process that has them loaded, and nothing of ours, reads commands as lines of JSON: arguments of pytest, a file for
-the output, a time limit in seconds. For each it forks, and answers with the exit status in a line: negative for a
-signal, null beyond the time limit.
+A process that has them loaded, and nothing of ours, reads commands as lines of JSON: arguments of
+pytest, a file for the output, a time limit in seconds. For each it forks, and answers with the
+exit status in a line: negative for a signal, null beyond the time limit.
 """
 
 import gc

@@ -1,12 +1,14 @@
-"""Break the source on purpose, one small change at a time, and see which test notices: `make mutants`.
+"""Break the source on purpose, one change at a time, and see which test notices: `make mutants`.
 
-The changes (mutants) are listed by area in evidence/mutants/*.toml: a file, a text in it that occurs once, what replaces
-it, what that breaks in words, and the tests that should notice. Each is made in a temporary copy of the tree, never in
-the tree itself. A mutant is killed when a test fails that passes on the unchanged copy, crashes, or runs out of time.
-One that survives needs a written reason why nothing can notice it, and a reason that no longer holds is an error.
+The changes (mutants) are listed by area and file in evidence/mutants/*.toml. Each says what it
+breaks, a text that occurs once in the file, and what replaces it; then, where they differ from
+those of the file or the list, the tests that should notice, and, where nothing can, why it
+survives.
 
-Results are kept in build/mutants.jsonl with a hash of the changed file, the change and the test files, so that a
-run goes on where it was interrupted and later runs repeat only what may differ.
+Each is made in a temporary copy of the tree. It is killed when a test fails that passes on the
+unchanged copy, crashes, or runs out of time. A reason to survive that no longer holds is an error.
+Results are kept in build/mutants.jsonl with a hash of the file, the change and the tests: later
+runs repeat only what may differ.
 """
 
 import argparse
@@ -52,11 +54,11 @@ sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != "ScikitBuild
 class Mutant:
     area: str
     file: str
+    tests: tuple[str, ...]  # arguments of pytest, or "core" and a target: the core's own test
+    breaks: str  # also its name
     old: str
     new: str
-    breaks: str  # what is wrong now, in words; also its name
-    tests: tuple[str, ...]  # arguments of pytest, or "core" and a target: the core's own test
-    survives: str | None = None  # why no test can notice
+    survives: str | None = None
 
     @property
     def key(self) -> str:
@@ -80,18 +82,20 @@ def test_files(tests: tuple[str, ...]) -> Iterator[str]:
 
 def read_mutants() -> list[Mutant]:
     """All mutants in the order of their lists."""
-    mutants: list[Mutant] = []
+    mutants = []
     for path in sorted(LISTS.glob("*.toml")):
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-        for entry in content["mutant"]:
-            entry = {"file": content.get("file"), "tests": content.get("tests")} | entry
-            tests = tuple(entry.pop("tests"))
-            mutants.append(Mutant(area=content["area"], tests=tests, **entry))
+        area, usual = content.pop("area"), content.pop("tests")
+        for file, of_file in content.items():
+            for breaks, old, new, *more in of_file["mutants"]:
+                own = {"tests": of_file.get("tests", usual), **(more[0] if more else {})}
+                tests = tuple(own.pop("tests"))
+                mutants.append(Mutant(area, file, tests, breaks, old, new, **own))
     return mutants
 
 
 def mistakes(mutants: list[Mutant]) -> list[str]:
-    """What is wrong with the lists: changes that cannot be made, names taken twice, tests in no file."""
+    """What is wrong with the lists: impossible changes, names taken twice, missing tests."""
     found = []
     names = Counter(mutant.breaks for mutant in mutants)
     for mutant in mutants:
@@ -161,9 +165,8 @@ class Workspace:
             if code == 2:
                 raise NoResult(f"this machine cannot run {command}: {output.strip()}")
         else:
-            code, output = self.run_pytest(
-                ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *words]
-            )
+            options = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider"]
+            code, output = self.run_pytest([*options, *words])
             pattern = r"(?:FAILED|ERROR) (\S+?::\w+(?:\[.*?\](?= - |$))?)"
         if code == 0:
             return None
@@ -210,13 +213,12 @@ class Workspace:
         cmake = shutil.which("cmake", path=os.pathsep.join((beside, os.environ["PATH"])))
         if cmake is None:
             raise NoResult("there is no cmake")
-        options = [
-            "-DLINBIAS_TEST=ON",
-            f"-DLINBIAS_TARGETS={target}",
-            "-DCMAKE_CXX_FLAGS_RELEASE=-O1",
-        ]
-        steps = [["-S", str(self.root), "-B", str(build), *options]] if not build.exists() else []
-        for step in [*steps, ["--build", str(build), "--target", "attention_test"]]:
+        options = ["-DLINBIAS_TEST=ON", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
+        options += [f"-DLINBIAS_TARGETS={target}", "-S", str(self.root), "-B", str(build)]
+        steps = [["--build", str(build), "--target", "attention_test"]]
+        if not build.exists():
+            steps.insert(0, options)
+        for step in steps:
             done = subprocess.run(
                 [cmake, *step], check=False, capture_output=True, text=True, start_new_session=True
             )
@@ -228,9 +230,6 @@ class Workspace:
         if self.pytest is not None:
             self.pytest.kill()
             self.pytest.wait()
-
-
-# ---- results
 
 
 @dataclass(frozen=True)
@@ -250,7 +249,7 @@ def read_results() -> dict[str, Result]:
 
 
 def keep_result(mutants: list[Mutant], result: Result) -> None:
-    """Write down the results of the mutants that there are, in their order; another run may have added some."""
+    """Write down what is known, in the order of the lists; another run may have added some."""
     results = read_results() | {result.breaks: result}
     kept = [results[m.breaks] for m in mutants if m.breaks in results]
     RECORDS.parent.mkdir(exist_ok=True)
@@ -264,9 +263,6 @@ def verdict(mutant: Mutant, result: Result) -> str | None:
     if result.killed_by is not None and mutant.survives is not None:
         return f"it is said to survive, and is killed by {result.killed_by}"
     return None
-
-
-# ---- the command
 
 
 def try_all(mutants: list[Mutant], todo: list[Mutant], jobs: int, seconds: float) -> list[str]:
@@ -313,15 +309,12 @@ def try_all(mutants: list[Mutant], todo: list[Mutant], jobs: int, seconds: float
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--only", metavar="TEXT", help="mutants whose name, file or area holds it")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time (default 1)")
     parser.add_argument("--again", action="store_true", help="repeat what is known already")
-    parser.add_argument(
-        "--seconds", type=float, default=300.0, help="time limit of a test command (default 300)"
-    )
+    parser.add_argument("--seconds", type=float, default=300.0, help="limit of a test command")
     options = parser.parse_args()
     mutants = read_mutants()
     if wrong := mistakes(mutants):
@@ -332,11 +325,8 @@ def main() -> int:
     known = read_results()
 
     keys = {m.breaks: m.key for m in chosen}  # of the tree as it is now, before it is copied
-    todo = [
-        m
-        for m in chosen
-        if options.again or m.breaks not in known or known[m.breaks].key != keys[m.breaks]
-    ]
+    same = {name for name, result in known.items() if result.key == keys.get(name)}
+    todo = [m for m in chosen if options.again or m.breaks not in same]
     print(f"{len(mutants)} mutants, {len(chosen)} chosen, {len(todo)} to try")
     problems = try_all(mutants, todo, options.jobs, options.seconds)
     results = read_results()

@@ -1,23 +1,21 @@
 """Search for a broken certificate and for wrong results: `make attack`.
 
-    python evidence/runs/attack.py                         # both parts, in 20 minutes at most; fills docs/numerics.md
-    python evidence/runs/attack.py --minutes 1 --part mass # a quick look at one part
-    python evidence/runs/attack.py --seed 5                # other candidates and calls
-    python evidence/runs/attack.py --part calls --first 4000   # goes on where a run of that seed stopped
+    python evidence/runs/attack.py                           # both parts, in 20 minutes at most
+    python evidence/runs/attack.py --minutes 1 --part mass   # a quick look at one part
+    python evidence/runs/attack.py --seed 5                  # other candidates and calls
+    python evidence/runs/attack.py --part calls --first 4000 # goes on where that seed stopped
 
-Part "mass" climbs towards inputs that make an implementation drop as much probability as it can: `tests/support/attack_mass.py`
-says how the mass is measured. Part "calls" holds random calls with every option against the definition within the tests'
-budget: `tests/support/attack_calls.py`. Climb n, or call n, is a function of the seed and n alone. A run ends when it has what
-was asked for or no time is left, appends one line to evidence/records/attack.jsonl, and exits with 1 if anything was found.
+Part "mass" climbs towards inputs that make an implementation drop as much probability as it can:
+`tests/support/attack_mass.py` says how the mass is measured. Part "calls" holds random calls with
+every option against the definition within the tests' budget: `tests/support/attack_calls.py`.
+Climb n, or call n, is a function of the seed and n alone. A run appends a line to
+evidence/records/attack.jsonl, fills docs/numerics.md, and exits with 1 if anything was wrong.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +30,25 @@ from attack_calls import try_call  # noqa: E402
 from attack_mass import STEPS, climb  # noqa: E402
 from attack_subjects import everything  # noqa: E402
 from linbias._run.progress import Pace  # noqa: E402
-from markers import fill  # noqa: E402
+from markers import RECORDS, Record, fill, parser_of, read  # noqa: E402
+from markers import table as markdown  # noqa: E402
 
-RECORD = ROOT / "evidence" / "records" / "attack.jsonl"
+PATH = RECORDS / "attack.jsonl"
+# The budget is twice the largest error of forty plain computations. Of ten thousand calls a few
+# have an unluckier sum than these forty; a mistake in the code is larger.
+MOST_BUDGETS = 3
+_PACE = Pace()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=20.0, help="most time, of both parts together"
-    )
+    parser = parser_of(__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0, help="most time, of both parts")
     parser.add_argument("--part", choices=("mass", "calls", "both"), default="both")
     parser.add_argument("--candidates", type=int, default=500_000, help="of part mass")
     parser.add_argument("--calls", type=int, default=10_000, help="of part calls")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first climb or call")
-    parser.add_argument(
-        "--only", default="", help='attack what has these words, such as "cpu avx2 decode"'
-    )
+    parser.add_argument("--only", default="", help='such as "cpu avx2 decode"')
     parser.add_argument("--no-record", action="store_true", help="write neither record nor table")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -65,7 +62,7 @@ def main() -> None:
         bad |= found["bad"]
         if not options.no_record:
             numbers = {"case": f"attack-{part}", "seed": options.seed, "first": options.first}
-            record.write({**numbers, **found, **record.here()}, RECORD)
+            record.write({**numbers, **found, **record.here()}, PATH)
         print(json.dumps(found, indent=1))
     if not options.no_record:
         fill("docs/numerics.md", {"attack": table()})
@@ -94,14 +91,9 @@ def attack_mass(options: argparse.Namespace, stop: float) -> dict[str, Any]:
         highest = max(entry["ratio"] for entry in worst.values())
         _progress(f"{candidates:,} candidates, climb {number}, worst ratio {highest:.4f}", began)
     print(file=sys.stderr)
-    return {
-        "candidates": candidates,
-        "steps": STEPS,
-        "next": number,
-        "seconds": round(time.monotonic() - began),
-        "worst": worst,
-        "bad": any(entry["ratio"] > 1 for entry in worst.values()),
-    }
+    bad = any(entry["ratio"] > 1 for entry in worst.values())
+    found = {"candidates": candidates, "steps": STEPS, "next": number, "worst": worst, "bad": bad}
+    return found | {"seconds": round(time.monotonic() - began)}
 
 
 def attack_calls(options: argparse.Namespace, stop: float) -> dict[str, Any]:
@@ -110,8 +102,7 @@ def attack_calls(options: argparse.Namespace, stop: float) -> dict[str, Any]:
     failures, again, number, began = [], 0, options.first, time.monotonic()
     while number < options.first + options.calls and time.monotonic() < stop:
         outcome = try_call([options.seed, number], number)
-        name = outcome.ran
-        entry = worst.setdefault(name, {"calls": 0, "share": 0.0, "over": 0})
+        entry = worst.setdefault(outcome.ran, {"calls": 0, "share": 0.0, "over": 0})
         entry["calls"] += 1
         again += outcome.again
         if outcome.failure:
@@ -120,27 +111,14 @@ def attack_calls(options: argparse.Namespace, stop: float) -> dict[str, Any]:
             print(f"\ncall {number}: {outcome.failure}")
         entry["share"] = max(entry["share"], round(outcome.share, 4))
         number += 1
+        done = number - options.first
         if number % 20 == 0:
-            done = number - options.first
             _progress(f"{done:,} calls, {len(failures)} over the budget", began)
     print(file=sys.stderr)
-    return {
-        "calls": number - options.first,
-        "next": number,
-        "asked_again": again,
-        "over": failures,
-        "seconds": round(time.monotonic() - began),
-        "worst": worst,
-        "bad": any(entry["share"] > MOST_BUDGETS for entry in worst.values()),
-    }
-
-
-# The budget is twice the largest error of forty plain computations. Of ten thousand calls a few have an unluckier sum than
-# these forty; a mistake in the code is larger.
-MOST_BUDGETS = 3
-
-
-_PACE = Pace()
+    bad = any(entry["share"] > MOST_BUDGETS for entry in worst.values())
+    found = {"calls": number - options.first, "next": number, "asked_again": again}
+    found |= {"over": failures, "worst": worst, "bad": bad}
+    return found | {"seconds": round(time.monotonic() - began)}
 
 
 def _progress(text: str, began: float) -> None:
@@ -152,57 +130,31 @@ def _progress(text: str, began: float) -> None:
 
 
 def table() -> str:
-    """The newest record of either part, with those that it went on from, for docs/numerics.md."""
-    newest: dict[str, dict[str, Any]] = {}
-    for found in _records():
+    """The newest record of either part, with those that it went on from."""
+    newest: dict[str, Record] = {}
+    for found in read(PATH):
         before = newest.get(found["case"])
         goes_on = before and all(before[x] == found[y] for x, y in CONTINUED)
         newest[found["case"]] = _together(before, found) if before and goes_on else found
-    lines = []
+    parts = []
     if mass := newest.get("attack-mass"):
-        lines += [
-            "| implementation | called | candidates | largest share of `tolerance` dropped | in |",
-            "|---" * 5 + "|",
+        largest = "largest share of `tolerance` dropped"
+        rows = [
+            [*name.split(", ", 1), f"{x['candidates']:,}", f"{x['ratio']:.3f}", x["dtype"]]
+            for name, x in mass["worst"].items()
         ]
-        for name, entry in mass["worst"].items():
-            implementation, mode = name.split(", ", 1)
-            row = (
-                implementation,
-                mode,
-                f"{entry['candidates']:,}",
-                f"{entry['ratio']:.3f}",
-                entry["dtype"],
-            )
-            lines.append(f"| {' | '.join(row)} |")
-        lines += [
-            "",
-            _made(
-                mass,
-                f"{mass['candidates']:,} candidates, climbs {mass['first']} to {mass['next'] - 1}",
-            ),
-            "",
-        ]
+        parts.append(markdown(["implementation", "called", "candidates", largest, "in"], rows))
+        parts.append(_made(mass, f"{mass['candidates']:,} candidates, climbs"))
     if calls := newest.get("attack-calls"):
-        lines += [
-            "| random calls of | calls | over the budget | largest error, in budgets |",
-            "|---" * 4 + "|",
+        rows = [
+            [name, f"{x['calls']:,}", str(x["over"]), f"{x['share']:.2f}"]
+            for name, x in sorted(calls["worst"].items())
         ]
-        for name, entry in sorted(calls["worst"].items()):
-            row = (name, f"{entry['calls']:,}", str(entry["over"]), f"{entry['share']:.2f}")
-            lines.append(f"| {' | '.join(row)} |")
-        over = (
-            f", {len(calls['over'])} of them over the budget"
-            if calls["over"]
-            else ", all within the budget"
-        )
-        lines += [
-            "",
-            _made(
-                calls,
-                f"{calls['calls']:,} calls{over}, numbers {calls['first']} to {calls['next'] - 1}",
-            ),
-        ]
-    return "\n".join(lines)
+        head = ["random calls of", "calls", "over the budget", "largest error, in budgets"]
+        count = len(calls["over"])
+        over = f"{count} of them over the budget" if count else "all within the budget"
+        parts += [markdown(head, rows), _made(calls, f"{calls['calls']:,} calls, {over}, numbers")]
+    return "\n\n".join(parts)
 
 
 # What a record shares with the one before it, where it goes on from that one.
@@ -214,26 +166,20 @@ def _together(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     worst = {name: dict(entry) for name, entry in before["worst"].items()}
     for name, entry in after["worst"].items():
         there = worst.setdefault(name, {"ratio": 0.0, "share": 0.0})
-        counts = {
-            n: there.get(n, 0) + entry[n] for n in ("candidates", "calls", "over") if n in entry
-        }
+        counted = [n for n in ("candidates", "calls", "over") if n in entry]
+        counts = {n: there.get(n, 0) + entry[n] for n in counted}
         measure = "ratio" if "ratio" in entry else "share"
         worst[name] = {**(entry if entry[measure] >= there[measure] else there), **counts}
-    sums = {
-        n: before[n] + after[n] for n in ("candidates", "calls", "seconds", "over") if n in after
-    }
+    summed = [n for n in ("candidates", "calls", "seconds", "over") if n in after]
+    sums = {n: before[n] + after[n] for n in summed}
     return {**after, "first": before["first"], "worst": worst, **sums}
 
 
-def _records() -> Iterator[dict[str, Any]]:
-    with RECORD.open() as file:
-        yield from map(json.loads, file)
-
-
-def _made(found: dict[str, Any], what: str) -> str:
+def _made(found: Record, what: str) -> str:
     return (
-        f"{what} of seed {found['seed']}, in {found['seconds'] / 60:.0f} minutes; {found['machine']}, one thread,"
-        f" commit {found['commit']}, {found['date']}, `make attack`."
+        f"{what} {found['first']} to {found['next'] - 1} of seed {found['seed']}, in"
+        f" {found['seconds'] / 60:.0f} minutes; {found['machine']}, one thread, commit"
+        f" {found['commit']}, {found['date']}, `make attack`."
     )
 
 

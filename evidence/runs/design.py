@@ -2,7 +2,8 @@
 
     python evidence/runs/design.py
 
-A line for each module at the root of the package and for each room below: the first sentence of its docstring.
+A line for each module at the root of the package and for each room below: the first sentence of
+its docstring.
 """
 
 import ast
@@ -22,7 +23,7 @@ def first_sentence(path: Path) -> str:
 
 
 def rooms(folder: Path, depth: int = 1) -> Iterator[tuple[str, Path]]:
-    """What a folder holds: its modules at the root, and rooms with rooms of their own behind them."""
+    """What a folder holds: its modules at the root, and rooms with their own rooms."""
     inside = sorted(folder.iterdir())
     if depth == 1:
         for path in inside:

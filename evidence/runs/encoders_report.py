@@ -1,50 +1,45 @@
-"""What `encoders.py` found: tables, verdicts on what was expected, the plot and the learned slopes in docs/results/encoders.md.
+"""What `encoders.py` measured: tables, verdicts, plot and learned slopes in
+docs/results/encoders.md.
 
 Made from records alone. All losses are bits per masked token.
 """
 
-import io
-import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
 
-from linbias._run.files import write_whole
+import markers
+import paper_report
+from drawing import draw, finish, save
 from linbias.methods import METHODS
-from markers import fill
-from paper_report import Verdict, judge, table, unique
+from markers import cell, fill, read, table, unique
+from paper_report import Verdict, judge
 
-Record = dict[str, Any]
+RECORDS = markers.RECORDS / "encoders.jsonl"
 CORPUS_NAMES = {"stdlib": "Python's standard library"}
 ALIBI = ("symmetric", "directional", "asymmetric", "random", "littlebird")
 ONE_SIDED = ("directional", "asymmetric", "random", "littlebird")  # they can tell left from right
 
 
-class Found:
+class Found(paper_report.Records):
     """The records of a run, asked by what they measure."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
-        self.records = records
-        (self.made,) = self.of("made")
-        self.plan = self.made["plan"]
-        self.lengths: list[int] = self.plan["test_lengths"]
-        self.methods = [m for m in METHODS if m in unique(self.of("test"), "method")]
-        seeds = {corpus: self._seeds(corpus) for corpus in unique(self.of("test"), "corpus")}
-        self.seeds = {corpus: own for corpus, own in seeds.items() if own}
+    @property
+    def lengths(self) -> list[int]:
+        return self.plan["test_lengths"]
 
-    def of(self, kind: str, **fields: Any) -> list[Record]:
-        wanted = {"kind": kind, **fields}
-        return [record for record in self.records if record.items() >= wanted.items()]
+    @property
+    def methods(self) -> list[str]:
+        tested = unique(self.of("test"), "method")
+        return [method for method in METHODS if method in tested]
 
-    def _seeds(self, corpus: str) -> list[int]:
-        """Those that every method has been tested with, so that means compare like with like."""
-        tested = [{r["seed"] for r in self.of("model", corpus=corpus, method=m)} for m in self.plan["methods"]]  # fmt: skip
-        return sorted(set.intersection(*tested))
+    def models(self, corpus: str) -> list[set[int]]:
+        own = [self.of("model", corpus=corpus, method=m) for m in self.plan["methods"]]
+        return [{record["seed"] for record in records} for records in own]
 
     def bits(self, corpus: str, method: str, length: int, *, amid: bool = False) -> list[float]:
         """Bits per masked token of each seed; none where the model cannot read so much."""
@@ -60,14 +55,6 @@ class Found:
         return statistics.fmean(all_bits) if all_bits else math.nan
 
 
-def cell(values: Sequence[float], digits: int = 3) -> str:
-    """The mean, and half the range."""
-    if not values:
-        return ""
-    half = (max(values) - min(values)) / 2
-    return f"{statistics.fmean(values):.{digits}f} ± {half:.{digits}f}"
-
-
 def title(corpus: str) -> str:
     return CORPUS_NAMES.get(corpus, corpus)
 
@@ -76,31 +63,33 @@ def loss_tables(found: Found, *, amid: bool) -> str:
     """A table per corpus: methods down, test lengths across."""
     parts = []
     for corpus in found.seeds:
-        lines = [[f"{title(corpus)}, tested at", *(f"{n:,}" for n in found.lengths)]]
+        rows = []
         for method in found.methods:
             bits = [found.bits(corpus, method, n, amid=amid) for n in found.lengths]
-            lines.append([METHODS[method].label, *map(cell, bits)])
-        parts.append(table(lines))
+            rows.append([METHODS[method].label, *map(partial(cell, form=".3f"), bits)])
+        head = [f"{title(corpus)}, tested at", *(f"{n:,}" for n in found.lengths)]
+        parts.append(table(head, rows))
     return "\n\n".join(parts)
 
 
 def slope_tables(found: Found) -> str:
-    """The learned slopes of each head, mean and half range over seeds, beside those at the start."""
+    """The learned slopes of each head, mean and half range, beside those at the start."""
     parts = []
     for corpus in found.seeds:
         for method in ("asymmetric", "littlebird"):
-            trained = [r for r in found.of("model", corpus=corpus, method=method) if r["seed"] in found.seeds[corpus]]  # fmt: skip
+            trained = found.of("model", corpus=corpus, method=method)
+            trained = [r for r in trained if r["seed"] in found.seeds[corpus]]
             start = found.of("model", corpus=corpus, method="symmetric")
             if not trained or not start:
                 continue
             heads = range(len(trained[0]["slopes"]["left"]))
-            lines = [[f"{METHODS[method].label}; {title(corpus)}, head", *map(str, heads)]]
-            lines.append(["at the start", *(f"{x:.4f}" for x in start[0]["slopes"]["left"])])
+            head = [f"{METHODS[method].label}; {title(corpus)}, head", *map(str, heads)]
+            rows = [["at the start", *(f"{x:.4f}" for x in start[0]["slopes"]["left"])]]
             for side, words in (("left", "before"), ("right", "after"), ("first", "first token")):
                 if side in trained[0]["slopes"]:
                     each = zip(*(r["slopes"][side] for r in trained), strict=True)
-                    lines.append([words, *(cell(values, 4) for values in each)])
-            parts.append(table(lines))
+                    rows.append([words, *(cell(values, ".4f") for values in each)])
+            parts.append(table(head, rows))
     return "\n\n".join(parts)
 
 
@@ -116,10 +105,12 @@ def compare(
 
 
 def claims(found: Found) -> list[tuple[str, Callable[[str], Verdict]]]:
-    """What docs/results/encoders.md expected before, each with how a corpus judges it, seed by seed."""
+    """What docs/results/encoders.md expected, each with how a corpus judges it, seed by seed."""
     short, twice, longest = found.lengths[0], found.lengths[1], found.lengths[-1]
 
-    def all_of(pairs: list[tuple[tuple[str, int], tuple[str, int], float]]) -> Callable[[str], Verdict]:  # fmt: skip
+    def all_of(
+        pairs: list[tuple[tuple[str, int], tuple[str, int], float]],
+    ) -> Callable[[str], Verdict]:
         def verdict(corpus: str) -> Verdict:
             found_each = [compare(found, corpus, *pair) for pair in pairs]
             number = ", ".join(words for _, words in found_each if words)
@@ -134,8 +125,10 @@ def claims(found: Found) -> list[tuple[str, Callable[[str], Verdict]]]:
             rivals = {m: b for m, b in bits.items() if b}
             if not own or not rivals:
                 return judge([], "")
-            nearest = min(rivals, key=lambda m: statistics.fmean(rivals[m]))
-            words = f"{statistics.fmean(own):.3f}; of the others {METHODS[nearest].label} is best, {statistics.fmean(rivals[nearest]):.3f}"
+            means = {m: statistics.fmean(b) for m, b in rivals.items()}
+            nearest = min(means, key=means.__getitem__)
+            words = f"{statistics.fmean(own):.3f}; of the others"
+            words += f" {METHODS[nearest].label} is best, {means[nearest]:.3f}"
             others = zip(*rivals.values(), strict=True)
             return judge([x < min(each) for x, each in zip(own, others, strict=True)], words)
 
@@ -162,15 +155,18 @@ def claims(found: Found) -> list[tuple[str, Callable[[str], Verdict]]]:
         return judge(each, f"at most {max(numbers):.3f} bits apart" if numbers else "")
 
     return [
-        (f"1. Symmetric, directional, asymmetric, random and LittleBird's slopes are no worse at {longest:,} than at {short}",
+        ("1. Symmetric, directional, asymmetric, random and LittleBird's slopes are no worse at"
+         f" {longest:,} than at {short}",
          all_of([((m, longest), (m, short), 0.0) for m in ALIBI])),
-        (f"2. With {found.plan['margin']} tokens on both sides of what is scored, the asymmetric one gains less than half of what it gains in blocks",
+        (f"2. With {found.plan['margin']} tokens on both sides of what is scored, the asymmetric"
+         " one gains less than half of what it gains in blocks",
          halves),
         (f"3. Sinusoidal and rotary positions are worse at {twice} than at {short}",
          all_of([((m, short), (m, twice), 0.0) for m in ("sinusoidal", "rotary")])),
         (f"4. The T5 bias is worse at {longest:,} than at {short}",
          all_of([(("t5", short), ("t5", longest), 0.0)])),
-        (f"5. Directional, asymmetric and random slopes beat symmetric ones by 0.05 bits at {short}: those cannot tell left from right",
+        ("5. Directional, asymmetric and random slopes beat symmetric ones by 0.05 bits at"
+         f" {short}: those cannot tell left from right",
          all_of([((m, short), ("symmetric", short), 0.05) for m in ONE_SIDED[:3]])),
         (f"6. The T5 bias is the best at {short}", best("t5", short)),
         ("7. A local window is within 0.02 bits of symmetric slopes at every length", close),
@@ -179,10 +175,8 @@ def claims(found: Found) -> list[tuple[str, Callable[[str], Verdict]]]:
 
 
 def claims_table(found: Found) -> str:
-    lines = [["expected", *map(title, found.seeds)]]
-    for text, verdict in claims(found):
-        lines.append([text, *(str(verdict(corpus)) for corpus in found.seeds)])
-    return table(lines)
+    rows = [[text, *(str(verdict(c)) for c in found.seeds)] for text, verdict in claims(found)]
+    return table(["expected", *map(title, found.seeds)], rows)
 
 
 def summary(found: Found) -> str:
@@ -190,49 +184,50 @@ def summary(found: Found) -> str:
     short, longest = found.lengths[0], found.lengths[-1]
     read = [m for m in found.methods if not math.isnan(found.mean(m, longest))]
     order = sorted(read, key=lambda m: found.mean(m, longest))
-    hold = [
-        m
-        for m in order
-        if all(
-            statistics.fmean(found.bits(c, m, longest))
-            <= statistics.fmean(found.bits(c, m, short))
-            for c in found.seeds
-        )
-    ]
+
+    def holds(method: str, corpus: str) -> bool:
+        before, after = (found.bits(corpus, method, n) for n in (short, longest))
+        return statistics.fmean(after) <= statistics.fmean(before)
+
+    hold = [method for method in order if all(holds(method, corpus) for corpus in found.seeds)]
     at_short = min(found.methods, key=lambda m: found.mean(m, short))
-    words = [
-        f"Least loss at {short}: {METHODS[at_short].label} ({found.mean(at_short, short):.3f} bits per masked token, mean over "
-        f"seeds and corpora). Least loss at {longest:,}: {METHODS[order[0]].label} ({found.mean(order[0], longest):.3f})."
-    ]
-    if hold:
-        listed = ", ".join(f"{METHODS[m].label} ({found.mean(m, longest):.3f})" for m in hold)
-        words.append(
-            f"No worse at {longest:,} than at {short} on every corpus, best first: {listed}."
-        )
-        words.append(f"**Recommended where inputs may be longer than in training: `encoder_position=\"{hold[0]}\"`.**")  # fmt: skip
-    else:
-        words.append(f"No method is as good at {longest:,} as at {short}.")
-    return " ".join(words)
+
+    def named(method: str, length: int, more: str = "") -> str:
+        return f"{METHODS[method].label} ({found.mean(method, length):.3f}{more})"
+
+    more = " bits per masked token, mean over seeds and corpora"
+    text = f"Least loss at {short}: {named(at_short, short, more)}."
+    text += f" Least loss at {longest:,}: {named(order[0], longest)}."
+    if not hold:
+        return f"{text} No method is as good at {longest:,} as at {short}."
+    listed = ", ".join(named(method, longest) for method in hold)
+    return (
+        f"{text} No worse at {longest:,} than at {short} on every corpus, best first: {listed}."
+        " **Recommended where inputs may be longer than in training:"
+        f' `encoder_position="{hold[0]}"`.**'
+    )
 
 
 def description(found: Found) -> str:
     """How it was measured."""
     plan, trained = found.plan, found.of("model")
-    rates = ", ".join(
-        f"{lr:g}: {statistics.fmean(r['validation_loss'] for r in found.of('tune', lr=lr)) / math.log(2):.3f}"
-        for lr in unique(found.of("tune"), "lr")
-    )
+    tuned = {lr: found.of("tune", lr=lr) for lr in unique(found.of("tune"), "lr")}
+    nats = {lr: statistics.fmean(r["validation_loss"] for r in own) for lr, own in tuned.items()}
+    rates = ", ".join(f"{lr:g}: {loss / math.log(2):.3f}" for lr, loss in nats.items())
     seeds = "; ".join(f"{title(c)}: {', '.join(map(str, s))}" for c, s in found.seeds.items())
     texts = ", ".join(f"{title(name)} ({size})" for name, size in found.made["texts"].items())
     scored = found.of("test")[0]
     minutes = sum(r["seconds"] for r in trained) / 60
     return (
-        f"Bytes of {texts}. {trained[0]['num_parameters'] / 1e6:.2f} M parameters; {plan['steps']:,} steps of "
-        f"{plan['batch_size']} sequences of {plan['length']}, {trained[0]['tokens'] / 1e6:.2f} M tokens, 15 % of them masked: the same "
-        f"for all methods of a seed. Seeds: {seeds}. Learning rate {trained[0]['lr']:g} for all: the least mean validation loss after a "
-        f"quarter of the steps with another seed (bits by rate: {rates}). {scored['num_scored']:,} masked tokens of {scored['num_tokens']:,} "
-        f"of the test text are scored, the same at every length. Cells: mean ± half the range over the seeds. "
-        f"{found.made['machine']}, torch {found.made['versions']['torch']}, {found.made['date']}; {minutes:.0f} minutes of training, a thread each."
+        f"Bytes of {texts}. {trained[0]['num_parameters'] / 1e6:.2f} M parameters;"
+        f" {plan['steps']:,} steps of {plan['batch_size']} sequences of {plan['length']},"
+        f" {trained[0]['tokens'] / 1e6:.2f} M tokens, 15 % of them masked: the same for all"
+        f" methods of a seed. Seeds: {seeds}. Learning rate {trained[0]['lr']:g} for all: the"
+        " least mean validation loss after a quarter of the steps with another seed"
+        f" (bits by rate: {rates}). {scored['num_scored']:,} masked tokens of"
+        f" {scored['num_tokens']:,} of the test text are scored, the same at every length."
+        " Cells: mean ± half the range over the seeds."
+        f" {paper_report.where(found.made)}; {minutes:.0f} minutes of training, a thread each."
     )
 
 
@@ -245,31 +240,17 @@ def figure(found: Found) -> Figure:
             line = {n: found.bits(corpus, method, n) for n in found.lengths}
             line = {n: bits for n, bits in line.items() if bits}
             style = "-o" if METHODS[method].linear else "--s"
-            mean = [statistics.fmean(bits) for bits in line.values()]
-            axes.plot(list(line), mean, style, color=METHODS[method].colour, label=METHODS[method].label, markersize=4)  # fmt: skip
-            low, high = [min(b) for b in line.values()], [max(b) for b in line.values()]
-            axes.fill_between(
-                list(line), low, high, color=METHODS[method].colour, alpha=0.15, linewidth=0
-            )
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(found.lengths))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xticklabels([f"{n:,}" for n in found.lengths])
-        axes.set_title(title(corpus), loc="left", fontweight="bold", fontsize=11)
-        axes.set_xlabel(f"tokens read at a time (trained on {found.lengths[0]})")
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
+            draw(axes, line, style, method, METHODS[method].label, shade=0.15)
+        label = f"tokens read at a time (trained on {found.lengths[0]})"
+        finish(axes, found.lengths, title(corpus), label)
     panels[0].set_ylabel("bits per masked token (lower is better)")
     panels[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return picture
 
 
-def write(records: Path, document: Path) -> None:
-    """Fills the document and draws its plot."""
-    found = Found([json.loads(line) for line in records.read_text().splitlines()])
-    if not found.seeds:
-        raise SystemExit(f"encoders_report: {records} must have tests of a whole seed, got none")
-    parts = {
+def parts(found: Found) -> dict[str, str]:
+    """What stands between the markers of the document."""
+    return {
         "summary": f"{summary(found)}\n\n![bits per masked token by test length](encoders.png)",
         "made": description(found),
         "blocks": loss_tables(found, amid=False),
@@ -277,7 +258,12 @@ def write(records: Path, document: Path) -> None:
         "claims": claims_table(found),
         "slopes": slope_tables(found),
     }
-    fill(document, parts)
-    image = io.BytesIO()
-    figure(found).savefig(image, dpi=100)
-    write_whole(document.with_name("encoders.png"), image.getvalue())
+
+
+def write(records: Path, document: Path) -> None:
+    """Fills the document and draws its plot."""
+    found = Found(read(records))
+    if not found.seeds:
+        raise SystemExit(f"encoders_report: {records} must have tests of a whole seed, got none")
+    fill(document, parts(found))
+    save(figure(found), document.with_name("encoders.png"))

@@ -1,21 +1,23 @@
-"""Train short, test long: the comparison for README, documentation and explorer, with models trained past their plateaus.
+"""Train short, test long: the comparison of README, documentation and explorer.
 
-    python evidence/runs/extrapolation.py --corpus wikitext-2       # hours; stopped at any moment, it goes on where it was
-    python evidence/runs/extrapolation.py --corpus FOLDER           # the same, with train.txt, valid.txt and test.txt from a folder
-    python evidence/runs/extrapolation.py --plan learned-steps      # ALiBi beside the methods whose layers learn its steps, with half the tokens
+    python evidence/runs/extrapolation.py --corpus wikitext-2  # hours; goes on where it was
+    stopped
+    python evidence/runs/extrapolation.py --corpus FOLDER      # train.txt, valid.txt and test.txt
+    python evidence/runs/extrapolation.py --plan learned-steps # methods whose layers learn the
+    steps
 
-    tune     a learning rate for each method: the least validation loss after an eighth of the tokens, with another seed
-    train    a model per method and seed, the first seed of every method first; each is then tested in segments and with a
-             sliding window, at every length that it reads; of linear biases also what near-to-far attention reads at the longest
+    tune     a learning rate for each method: the least loss after an eighth of the tokens
+    train    a model per method and seed, the first seed first; each is then tested in
+             segments and with a sliding window, at every length that it reads; of linear biases
+             also what near-to-far attention reads at the longest
 
-What was measured is a line of evidence/records/PLAN.jsonl: the folder of the run may go, and another machine may go on.
+What was measured is a line of evidence/records/PLAN.jsonl: the folder of the run may go, and
+another machine may go on.
 """
 
-import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -25,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from linbias import _machine, near_to_far
+from experiment import made_here, measure
+from linbias import near_to_far
 from linbias._run.files import JsonLog
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.lm.evaluation import Evaluation, evaluate
@@ -36,88 +39,66 @@ from linbias.lm.training import train
 from linbias.models.decoder.positions import AttendOptions, Biased
 from linbias.models.limits import position_limit
 from linbias.models.loading import load
-from workers import in_processes
+from markers import RECORDS, ROOT, Record, parser_of
 
-ROOT = Path(__file__).parents[2]
 STAGES = ("tune", "train")
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared.
+    """What is compared."""
 
-    Attributes:
-        seeds: One model per seed, by method.
-        length: Tokens of a training segment.
-        tokens: Of the training of each model; tuning takes an eighth.
-        batch_size: Segments of a step.
-        rates: Learning rates to choose from.
-        test_lengths: Tokens of a test segment, or of a sliding window.
-        test_tokens: Scored in segments, at every length.
-        sliding_tokens: Scored with a sliding window, at every length; 0 for none.
-        stride: Of the window: every prediction reads at least length - stride + 1 tokens, if the text has them.
-        model: Fields of `LinbiasConfig`.
-    """
-
-    seeds: dict[str, tuple[int, ...]]
-    length: int = 128
-    tokens: int = 16_000_000
-    batch_size: int = 16
-    rates: tuple[float, ...] = (0.002, 0.004, 0.008)
+    seeds: dict[str, tuple[int, ...]]  # by method; one model for each
+    length: int = 128  # tokens of a training segment
+    tokens: int = 16_000_000  # of the training of each model; tuning takes an eighth
+    batch_size: int = 16  # segments of a step
+    rates: tuple[float, ...] = (0.002, 0.004, 0.008)  # to choose from
     test_lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
-    test_tokens: int = 131_072
-    sliding_tokens: int = 16_384
-    stride: int = 64
+    test_tokens: int = 131_072  # scored in segments, at every length
+    sliding_tokens: int = 16_384  # scored with a sliding window, at every length; 0 for none
+    stride: int = 64  # of it: every prediction reads at least length - stride + 1 tokens
     precision: str = "bf16"
 
     def settings(self, method: str, seed: int, rate: float, tokens: int) -> TrainSettings:
-        """How one model is trained: models that are compared differ in method and learning rate alone."""
+        """Models that are compared differ in method and learning rate alone."""
         steps = math.ceil(tokens / (self.batch_size * self.length))
         return TrainSettings(
             model={"position": method, "hidden_size": 128, "num_attention_heads": 4},
-            length=self.length,
-            batch_size=self.batch_size,
-            steps=steps,
-            learning_rate=rate,
-            precision=self.precision,
-            save_steps=500,
-            seed=seed,
-            validate_steps=max(1, steps // 10),
-            device="cpu",
-        )
+            length=self.length, batch_size=self.batch_size, steps=steps, learning_rate=rate,
+            precision=self.precision, save_steps=500, seed=seed,
+            validate_steps=max(1, steps // 10), device="cpu",
+        )  # fmt: skip
 
 
+THREE = (1, 2, 3)
 PLAN = Plan(
-    seeds={
-        **dict.fromkeys(("alibi", "sinusoidal", "rotary"), (1, 2, 3)),
+    {
+        "alibi": THREE,
+        "sinusoidal": THREE,
+        "rotary": THREE,
         "learned": (1,),
-        "t5": (1, 2, 3),
+        "t5": THREE,
         "none": (1,),
     }
 )
+LEARNED = dict.fromkeys(("alibi", "forget", "cable"), THREE)
 PLANS = {
     "extrapolation": PLAN,
-    "learned-steps": replace(
-        PLAN,
-        seeds=dict.fromkeys(("alibi", "forget", "cable"), (1, 2, 3)),
-        tokens=8_000_000,
-        sliding_tokens=0,
-    ),
+    "learned-steps": replace(PLAN, seeds=LEARNED, tokens=8_000_000, sliding_tokens=0),
 }
 
 
 def records_of(name: str) -> Path:
     """Where the records of a plan are."""
-    return ROOT / "evidence" / "records" / f"{name}.jsonl"
+    return RECORDS / f"{name}.jsonl"
 
 
 def train_model(corpus: str, settings: TrainSettings, folder: Path) -> Record:
-    """Trains a model, or finds it trained: what it measured, and its validation losses on the way."""
+    """Trains a model, or finds it trained: its measurements, and validation losses on the way."""
     metrics = train(settings, load_corpus(corpus), folder, progress=False, keep_checkpoint=False)
-    validated = [
-        (line["step"] * settings.batch_size * settings.length, _bits(line["validation_loss"]))
+    tokens_per_step = settings.batch_size * settings.length
+    validated = [  # bits of a byte, which is a token
+        (line["step"] * tokens_per_step, round(line["validation_loss"] / math.log(2), 5))
         for line in JsonLog(folder / "history.jsonl").records
         if line.get("validation_loss") is not None
     ]
@@ -138,34 +119,26 @@ def train_and_test(
 
 
 def test_model(corpus: str, folder: Path, plan: Plan, method: str, seed: int) -> Record:
-    """Bits per byte of a model at every length that it reads: in segments, sliding, and by tokens of context."""
+    """Bits per byte at every length that a model reads: in segments, sliding, and by context."""
     text, model = load_corpus(corpus), load(folder)
     limit = position_limit(model) or math.inf
     lengths = [length for length in plan.test_lengths if length <= limit]
 
-    # The longest windows are read one at a time: with positions the biases of a call are all in memory.
-    def measure(length: int, stride: int | None, tokens: int) -> Evaluation:
+    # The longest are read one at a time: with positions the biases of a call are all in memory.
+    def score(length: int, stride: int | None, tokens: int) -> Evaluation:
         return evaluate(
-            model,
-            text.test,
-            length=length,
-            stride=stride,
-            num_bytes=text.num_bytes["test"],
-            limit_tokens=tokens,
-            batch_tokens=max(plan.test_lengths),
-        )
+            model, text.test, length=length, stride=stride, num_bytes=text.num_bytes["test"],
+            limit_tokens=tokens, batch_tokens=max(plan.test_lengths),
+        )  # fmt: skip
 
-    found = [measure(length, None, plan.test_tokens) for length in lengths]
-    records = [EvaluationRecord(method, plan.length, seed, e, date="") for e in found]
+    segments = [score(length, None, plan.test_tokens) for length in lengths]
+    sliding = [score(n, plan.stride, plan.sliding_tokens) for n in lengths if plan.sliding_tokens]
+    records = [EvaluationRecord(method, plan.length, seed, e, date="") for e in segments]
+    positions = zip(*loss_by_position(records), strict=True)
     return {
-        "segments": {e.length: _rounded(e.bits_per_byte) for e in found},
-        "sliding": {
-            length: _rounded(measure(length, plan.stride, plan.sliding_tokens).bits_per_byte)
-            for length in (lengths if plan.sliding_tokens else [])
-        },
-        "positions": [
-            (round(x, 2), _rounded(y)) for x, y in zip(*loss_by_position(records), strict=True)
-        ],
+        "segments": {e.length: round(e.bits_per_byte, 5) for e in segments},
+        "sliding": {e.length: round(e.bits_per_byte, 5) for e in sliding},
+        "positions": [(round(x, 2), round(y, 5)) for x, y in positions],
         "near_to_far": read_near_to_far(model, text.test[: lengths[-1]]),
     }
 
@@ -175,10 +148,10 @@ TILE = 64  # query rows, and keys, that are read at once
 
 @torch.no_grad()
 def read_near_to_far(model: Any, ids: npt.NDArray[Any]) -> Record | None:
-    """What near-to-far attention reads of a text, for every layer and head: None without linear biases.
+    """What near-to-far attention reads of a text, by layer and head; None without linear biases.
 
-    `read`: the share of the pairs of a query and a key before it; `step`: how much scores fall from one token to the
-    next, in the mean; `dropped`: the most that a row's unread keys weigh, in all heads.
+    `read`: the share of pairs of a query and a key before it; `step`: the mean fall of scores from
+    one token to the next; `dropped`: the most that a row's unread keys weigh, in all heads.
     """
     position = model.model.position
     if not isinstance(position, Biased):
@@ -203,7 +176,7 @@ def read_near_to_far(model: Any, ids: npt.NDArray[Any]) -> Record | None:
 
 
 def _read_by_head(h: int, *arrays: torch.Tensor | None) -> tuple[float, float, float]:
-    """Of one head, with keys of its own: the share of pairs that is read, the mean step, the largest share of weight left."""
+    """Of one head: the share of pairs read, the mean step, the largest share of weight left."""
     q, k, v = (x[0, h : h + 1].double().numpy() for x in arrays[:3])
     slope = arrays[3][h : h + 1].numpy()
     x = np.arange(float(k.shape[1]))[None]
@@ -217,57 +190,34 @@ def _read_by_head(h: int, *arrays: torch.Tensor | None) -> tuple[float, float, f
     return float(pairs), float(slope[0] * (x[0, -1] - x[0, 0]) / len(rows)), float(lost.max())
 
 
-def _bits(nats: float) -> float:
-    """Of a byte, whose tokens are bytes."""
-    return _rounded(nats / math.log(2))
-
-
-def _rounded(bits: float | None) -> float:
-    assert bits is not None
-    return round(bits, 5)
-
-
 def tune(plan: Plan, corpus: str, output: Path, log: JsonLog, jobs: int) -> None:
-    work = {}
+    calls = []
     for rate, method in product(plan.rates, plan.seeds):
-        if log.find(kind="tune", method=method, rate=rate) is None:
-            settings = plan.settings(method, 0, rate, plan.tokens // 8)
-            folder = output / "tune" / f"{method}-{rate:g}"
-            work[method, rate] = (train_model, corpus, settings, folder)
-    for (method, rate), found in in_processes("tune", work, jobs):
-        log.append({"kind": "tune", "method": method, "rate": rate, **found, **made_here()})
+        settings = plan.settings(method, 0, rate, plan.tokens // 8)
+        folder = output / "tune" / f"{method}-{rate:g}"
+        calls.append(({"method": method, "rate": rate}, (train_model, corpus, settings, folder)))
+    for key, found in measure("tune", calls, log, jobs):
+        log.append({"kind": "tune", **key, **found, **made_here()})
 
 
 def tuned_rate(plan: Plan, log: JsonLog, method: str) -> float:
     """The rate with the least validation loss at the end."""
-    tuned = {r["rate"]: r["validated"][-1][1] for r in log.records if r["kind"] == "tune" and r["method"] == method}  # fmt: skip
-    return min(plan.rates, key=lambda rate: tuned[rate])
-
-
-def models(plan: Plan, output: Path) -> Iterator[tuple[str, int, Path]]:
-    """Every method and seed, with the model's folder."""
-    for seed in sorted({seed for seeds in plan.seeds.values() for seed in seeds}):
-        for method, seeds in plan.seeds.items():
-            if seed in seeds:
-                yield method, seed, output / "models" / f"{method}-s{seed}"
+    tuned = [r for r in log.records if r["kind"] == "tune" and r["method"] == method]
+    losses = {record["rate"]: record["validated"][-1][1] for record in tuned}
+    return min(plan.rates, key=losses.__getitem__)
 
 
 def train_all(plan: Plan, corpus: str, output: Path, log: JsonLog, jobs: int) -> None:
-    work = {}
-    for method, seed, folder in models(plan, output):
-        if log.find(kind="model", method=method, seed=seed) is None:
-            rate = tuned_rate(plan, log, method)
-            settings = plan.settings(method, seed, rate, plan.tokens)
-            work[method, seed, rate] = (train_and_test, corpus, settings, folder, plan, method)
-    for (method, seed, rate), found in in_processes("train", work, jobs):
-        key = {"kind": "model", "method": method, "seed": seed, "rate": rate}
-        log.append({**key, **found, **made_here()})
-
-
-def made_here() -> Record:
-    """Where and when something was measured."""
-    versions = {name: version for name, version in _machine.versions().items() if version}
-    return {"machine": _machine.processor(), "versions": versions, "date": _machine.now()}
+    calls = []
+    models = ((seed, method) for method, seeds in plan.seeds.items() for seed in seeds)
+    for seed, method in sorted(models, key=lambda model: model[0]):
+        rate = tuned_rate(plan, log, method)
+        settings = plan.settings(method, seed, rate, plan.tokens)
+        folder = output / "models" / f"{method}-s{seed}"
+        call = (train_and_test, corpus, settings, folder, plan, method)
+        calls.append(({"method": method, "seed": seed, "rate": rate}, call))
+    for key, found in measure("model", calls, log, jobs):
+        log.append({"kind": "model", **key, **found, **made_here()})
 
 
 def open_log(plan: Plan, corpus: Corpus, path: Path) -> JsonLog:
@@ -279,16 +229,13 @@ def open_log(plan: Plan, corpus: Corpus, path: Path) -> JsonLog:
         log.append({**identity, "bytes": corpus.num_bytes})
     differ = [name for name, value in identity.items() if log.records[0].get(name) != value]
     if differ:
-        raise ValueError(
-            f"extrapolation: {path} must hold records of the same plan and text, but {', '.join(differ)} differ"
-        )
+        own = f"{path} must hold records of the same plan and text"
+        raise ValueError(f"extrapolation: {own}, but {', '.join(differ)} differ")
     return log
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--corpus", default="wikitext-2", help="what `load_corpus` reads")
     parser.add_argument("--plan", choices=PLANS, default="extrapolation")
     parser.add_argument("--output", type=Path, help="default: output/PLAN")
@@ -299,9 +246,8 @@ def main() -> None:
     stages = options.only or STAGES
     plan, text = PLANS[options.plan], load_corpus(options.corpus)
     if len(text.test) <= plan.test_tokens:
-        parser.error(
-            f"--corpus: must have more than {plan.test_tokens:,} bytes to test on, got {len(text.test):,}"
-        )
+        least, got = f"{plan.test_tokens:,}", f"{len(text.test):,}"
+        parser.error(f"--corpus: must have more than {least} bytes to test on, got {got}")
     output = options.output or ROOT / "output" / options.plan
     log = open_log(plan, text, options.records or records_of(options.plan))
     if "tune" in stages:

@@ -1,20 +1,21 @@
-"""What evidence/runs/extrapolation.py found: the tables of README and guides, the lines of its plot, what the explorer shows.
+"""What extrapolation.py measured: tables of README and guides, the plot, what the explorer shows.
 
-Read by evidence/runs/update_readme.py. Every loss is in bits per byte; a method's cell is the mean over its seeds.
+Every loss is in bits per byte; a method's cell is the mean over its seeds.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from extrapolation import PLANS, TILE, Record, records_of
+from extrapolation import PLANS, TILE, records_of
 from linbias.lm.evaluation import Evaluation
 from linbias.lm.report.findings import change_in_words
 from linbias.lm.report.records import EvaluationRecord
 from linbias.methods import METHODS
 from linbias.models import LinbiasConfig
+from markers import Record, read
+from markers import table as markdown
 
 COMMAND = "python evidence/runs/extrapolation.py --corpus wikitext-2"
 
@@ -25,8 +26,7 @@ class Found:
     def __init__(self, name: str = "extrapolation") -> None:
         self.name = name
         path = records_of(name)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else ["{}"]
-        self.plan, *records = map(json.loads, lines)
+        self.plan, *records = read(path) if path.exists() else [{}]
         self.models = [record for record in records if record["kind"] == "model"]
         trained = {record["method"] for record in self.models}
         self.methods = [name for name in METHODS if name in trained]
@@ -53,21 +53,17 @@ def table(read: str, found: Found) -> str:
     """Every method at every length."""
     first, last = found.lengths[0], found.lengths[-1]
     header = [f"bits per byte, {_READ[read]}", *(f"{n:,}" for n in found.lengths), "change"]
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    rows = []
     for method in found.methods:
-        cells = [_cell(found.losses(method, read, length)) for length in found.lengths]
-        before, after = (found.losses(method, read, length) for length in (first, last))
-        share = statistics.mean(after) / statistics.mean(before) - 1 if after else None
-        change = "-" if share is None else change_in_words(share)
-        lines.append("| " + " | ".join([METHODS[method].label, *cells, change]) + " |")
-    return "\n".join(lines)
+        losses = [found.losses(method, read, length) for length in found.lengths]
+        means = {n: statistics.mean(x) for n, x in zip(found.lengths, losses, strict=True) if x}
+        cells = [f"{means[n]:.3f}" if n in means else "-" for n in found.lengths]
+        change = change_in_words(means[last] / means[first] - 1) if last in means else "-"
+        rows.append([METHODS[method].label, *cells, change])
+    return markdown(header, rows)
 
 
 _READ = {"segments": "in segments of", "sliding": "with a window of"}
-
-
-def _cell(losses: list[float]) -> str:
-    return f"{statistics.mean(losses):.3f}" if losses else "-"
 
 
 def _spread(found: Found, method: str) -> float:
@@ -77,7 +73,7 @@ def _spread(found: Found, method: str) -> float:
 
 
 def near_to_far_table(found: Found) -> str:
-    """What near-to-far attention reads with each method at the longest length, and what that costs."""
+    """What near-to-far attention reads with each method at the longest length."""
     header = [
         f"near to far at {found.lengths[-1]:,} tokens",
         "pairs read",
@@ -85,26 +81,23 @@ def near_to_far_table(found: Found) -> str:
         "a token's step, least and largest head",
         "most weight of a row unread",
     ]
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    rows = []
     for method in found.methods:
         seen = [record["near_to_far"] for record in found.seeds(method)]
-        read, step = (
-            [x for r in seen for row in r[name] for x in row] for name in ("read", "step")
-        )
-        few = sum(share < 0.1 for share in read)
-        cells = [
-            f"{statistics.mean(read):.0%}",
-            f"{few} of {len(read)}",
-            f"{min(step):.2g} to {max(step):.2g}",
-            f"{max(r['dropped'] for r in seen):.1g}",
-        ]
-        lines.append("| " + " | ".join([METHODS[method].label, *cells]) + " |")
+        read = [x for r in seen for row in r["read"] for x in row]
+        step = [x for r in seen for row in r["step"] for x in row]
+        few = f"{sum(share < 0.1 for share in read)} of {len(read)}"
+        steps = f"{min(step):.2g} to {max(step):.2g}"
+        dropped = f"{max(r['dropped'] for r in seen):.1g}"
+        rows.append([METHODS[method].label, f"{statistics.mean(read):.0%}", few, steps, dropped])
     text = (
-        f"In all layers of all seeds, on the first {found.lengths[-1]:,} bytes of the test text: of the pairs of a query and a key that it may"
-        f" see, those that `linbias.near_to_far` reads (tiles of {TILE} queries and {TILE} keys, tolerance 2^-24); the mean by which scores"
-        " fall from one token to the next; and the most that the keys left unread weigh together in any row."
+        f"In all layers of all seeds, on the first {found.lengths[-1]:,} bytes of the test text:"
+        " of the pairs of a query and a key that it may see, those that `linbias.near_to_far`"
+        f" reads (tiles of {TILE} queries and {TILE} keys, tolerance 2^-24); the mean by which"
+        " scores fall from one token to the next; and the most that the keys left unread weigh"
+        " together in any row."
     )
-    return "\n".join([*lines, "", text])
+    return f"{markdown(header, rows)}\n\n{text}"
 
 
 def how_made(found: Found) -> str:
@@ -116,32 +109,30 @@ def how_made(found: Found) -> str:
         spread = f" ({half:.3f})" if count > 1 else ""
         by_count.setdefault(count, []).append(METHODS[name].label + spread)
     seeds = "; ".join(f"{count} of {', '.join(names)}" for count, names in by_count.items())
-    sliding = (
-        f" and {plan['sliding_tokens']:,} with a window that slides by {plan['stride']}"
-        if plan["sliding_tokens"]
-        else ""
-    )
+    sliding = ""
+    if plan["sliding_tokens"]:
+        by = f"with a window that slides by {plan['stride']}"
+        sliding = f" and {plan['sliding_tokens']:,} {by}"
     return (
-        f"Trained on {plan['length']} tokens at a time: {made['model']}; {made['training']}. {made['corpus']}; scored are the first"
-        f" {plan['test_tokens']:,} of the test text in segments{sliding}."
-        f" Means over seeds, and in brackets half of their range, at the length where it is widest: {seeds}. Change: from {found.lengths[0]} to"
-        f" {found.lengths[-1]:,} tokens."
-        f" {made['machine']}, {made['time']}, {made['date']}, `{made['command']}`."
+        f"Trained on {plan['length']} tokens at a time: {made['model']}; {made['training']}."
+        f" {made['corpus']}; scored are the first {plan['test_tokens']:,} of the test text in"
+        f" segments{sliding}. Means over seeds, and in brackets half of their range, at the length"
+        f" where it is widest: {seeds}. Change: from {found.lengths[0]} to {found.lengths[-1]:,}"
+        f" tokens. {made['machine']}, {made['time']}, {made['date']}, `{made['command']}`."
     )
 
 
 def made_of(found: Found) -> dict[str, str]:
     """How the models were made, in words."""
     plan, models = found.plan, found.models
-    rates = ", ".join(
-        f"{METHODS[name].label} {found.seeds(name)[0]['rate']:g}" for name in found.methods
-    )
+    tuned = {name: found.seeds(name)[0]["rate"] for name in found.methods}
+    rates = ", ".join(f"{METHODS[name].label} {rate:g}" for name, rate in tuned.items())
+    choices = ", ".join(f"{rate:g}" for rate in plan["rates"])
     tokens = models[0]["tokens"]
     steps = math.ceil(plan["tokens"] / (plan["batch_size"] * plan["length"]))
     parameters = [record["num_parameters"] / 1e6 for record in models]
-    config = LinbiasConfig(
-        **PLANS[found.name].settings(found.methods[0], 0, plan["rates"][0], plan["tokens"]).model
-    )
+    model = PLANS[found.name].settings(found.methods[0], 0, plan["rates"][0], plan["tokens"]).model
+    config = LinbiasConfig(**model)
     machines = sorted({record["machine"] for record in models})
     days = sorted({record["date"][:10] for record in models})
     hours = sum(record["seconds"] for record in models) / 3600
@@ -153,13 +144,13 @@ def made_of(found: Found) -> dict[str, str]:
         "corpus": f"WikiText-2, a byte a token, {plan['bytes']['train'] / 1e6:.1f} MB to train on",
         "tokens": "256 different ones (bytes)",
         "model": (
-            f"{config.num_hidden_layers} layers of width {config.hidden_size}, {config.num_attention_heads} heads,"
-            f" {min(parameters):.2f} M parameters"
+            f"{config.num_hidden_layers} layers of width {config.hidden_size},"
+            f" {config.num_attention_heads} heads, {min(parameters):.2f} M parameters"
         ),
         "training": (
-            f"{tokens / 1e6:.1f} M tokens ({steps:,} steps of {plan['batch_size'] * plan['length']:,}), bfloat16, at the best of the"
-            f" learning rates {', '.join(f'{rate:g}' for rate in plan['rates'])} by validation loss after an eighth of the tokens"
-            f" ({rates})"
+            f"{tokens / 1e6:.1f} M tokens ({steps:,} steps of"
+            f" {plan['batch_size'] * plan['length']:,}), bfloat16, at the best of the learning"
+            f" rates {choices} by validation loss after an eighth of the tokens ({rates})"
         ),
         "versions": ", ".join(f"{name} {value}" for name, value in models[-1]["versions"].items()),
     }
@@ -171,9 +162,8 @@ def evaluations() -> Iterator[EvaluationRecord]:
     for record in found.models:
         for length, bits in record["segments"].items():
             measured = Evaluation(int(length), None, 1, 1, bits * math.log(2), 1.0, 0, (), ())
-            yield EvaluationRecord(
-                record["method"], found.plan["length"], record["seed"], measured, date=""
-            )
+            model = (record["method"], found.plan["length"], record["seed"])
+            yield EvaluationRecord(*model, measured, date="")
 
 
 def for_explorer() -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""How exact is the bias far out? The table of docs/numerics.md.
+"""How exact is the bias far out? `python evidence/runs/numerics.py` writes the table of
+docs/numerics.md.
 
-    python evidence/runs/numerics.py                 # rewrites the table in docs/numerics.md
-
-One query at the end of 1,024 to 1,048,576 keys, slope 1/2, 1/16 and 1/256, D=64, random normal inputs, float32; errors of the
-output against float64, relative to its largest entry. `slope * key_index` is the form of the authors' code and of kernels after
-it: a row constant apart, but rounded at the size of the position.
+One query at the end of 1,024 to 1,048,576 keys, D=64, random normal inputs, float32; errors of the
+output against float64, relative to its largest entry. `slope * key_index` is the form of the
+authors' code and of kernels after it: a row constant apart, but rounded at the size of the
+position.
 """
 
 import sys
@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "evidence" / "benchmarks"))
 
 import linbias.torch  # noqa: E402
 import record  # noqa: E402
-from markers import fill  # noqa: E402
+from markers import fill, table  # noqa: E402
 
 LENGTHS = (2**10, 2**13, 2**16, 2**18, 2**20)
 SLOPES = (2.0**-1, 2.0**-4, 2.0**-8)
@@ -35,10 +35,7 @@ def by_key_index(
 def main() -> None:
     torch.manual_seed(0)
     slopes = torch.tensor(SLOPES)
-    lines = [
-        "| keys | form | " + " | ".join(f"slope 1/{round(1 / m)}" for m in SLOPES) + " |",
-        "|---" * (2 + len(SLOPES)) + "|",
-    ]
+    rows = []
     for S in LENGTHS:
         q, k, v = (torch.randn(1, len(SLOPES), n, 64) for n in (1, S, S))
         wide = [x.double() for x in (q, k, v)]
@@ -50,16 +47,13 @@ def main() -> None:
         }
         for name, out in forms.items():
             error = (out.double() - exact).abs().amax((0, 2, 3)) / exact.abs().amax((0, 2, 3))
-            lines.append(
-                f"| {S:,} | {name} | " + " | ".join(f"{e:.1e}" for e in error.tolist()) + " |"
-            )
+            rows.append([f"{S:,}", name, *(f"{e:.1e}" for e in error.tolist())])
     here = record.here()
-    lines += [
-        "",
-        f"{here['machine']}, torch {here['versions']['torch']}, {here['date']}, `python evidence/runs/numerics.py`.",
-    ]
-    fill("docs/numerics.md", {"numerics": "\n".join(lines)})
-    print("\n".join(lines))
+    where = f"{here['machine']}, torch {here['versions']['torch']}, {here['date']}"
+    lines = table(["keys", "form", *(f"slope 1/{round(1 / m)}" for m in SLOPES)], rows)
+    text = f"{lines}\n\n{where}, `python evidence/runs/numerics.py`."
+    fill("docs/numerics.md", {"numerics": text})
+    print(text)
 
 
 if __name__ == "__main__":

@@ -1,64 +1,68 @@
-"""What `paper_small.py` found, in words, tables and plots: everything in docs/paper.md between markers.
+"""What `paper_small.py` measured: all parts of docs/paper.md, from records alone."""
 
-Made from records alone. Letters: L is the shorter training length; a model is named by its position and
-the length it was trained at.
-"""
-
-import io
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from operator import gt, lt
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
+from drawing import draw, finish, on_a_log_scale, save
 from linbias._run.files import write_whole
 from linbias.methods import METHODS
-from markers import fill
+from markers import RECORDS, Record, cell, fill, read, table, unique
 
-Record = dict[str, Any]
-KEPT = Path(__file__).parents[1] / "records" / "paper_small.jsonl"
+KEPT = RECORDS / "paper_small.jsonl"
 SPEED = ("speed made", "training speed", "inference speed")
 CORPUS_NAMES = {"wikitext-2": "WikiText-2", "stdlib": "Python's standard library"}
 _CLOSE = 0.05  # speed and memory within this share count as the same
 
 
-def unique(records: Iterable[Record], field: str) -> list[Any]:
-    """The different values of a field, in order of appearance."""
-    return list(dict.fromkeys(record[field] for record in records))
+class Records:
+    """The records of a run with a plan, by kind.
 
-
-class Found:
-    """The records of a run, asked by what they measure."""
+    `seeds` are those by corpus that every model has, so that means compare like with like.
+    """
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.records = records
-        (made,) = self.of("made")
-        self.made, self.plan = made, made["plan"]
-        self.speed_made = next(iter(self.of("speed made")), made)
-        self.length: int = self.plan["length"]
-        self.positions = unique(self.of("test"), "position")
-        self.test_lengths = sorted(unique(self.of("test"), "test_length"))
-        seeds = {corpus: self._seeds(corpus) for corpus in unique(self.of("test"), "corpus")}
+        (self.made,) = self.of("made")
+        self.plan = self.made["plan"]
+        corpora = unique(self.of("test"), "corpus")
+        seeds = {corpus: sorted(set.intersection(*self.models(corpus))) for corpus in corpora}
         self.seeds = {corpus: own for corpus, own in seeds.items() if own}
-        self.corpora = list(self.seeds)
 
     def of(self, kind: str, **fields: Any) -> list[Record]:
         wanted = {"kind": kind, **fields}
         return [record for record in self.records if record.items() >= wanted.items()]
 
-    def _seeds(self, corpus: str) -> list[int]:
-        """Those that every model has, so that means compare like with like."""
-        by_model: dict[tuple[str, int], set[int]] = {}
-        for r in self.of("test", corpus=corpus):
-            by_model.setdefault((r["position"], r["train_length"]), set()).add(r["seed"])
-        if len(by_model) < 2 * len(self.positions):
-            return []
-        return sorted(set.intersection(*by_model.values()))
+    def models(self, corpus: str) -> list[set[int]]:
+        """The seeds of each model that there must be."""
+        raise NotImplementedError
+
+
+class Found(Records):
+    """The records of a run, asked by what they measure."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        super().__init__(records)
+        self.speed_made = next(iter(self.of("speed made")), self.made)
+        self.length: int = self.plan["length"]
+        self.test_lengths = sorted(unique(self.of("test"), "test_length"))
+        self.corpora = list(self.seeds)
+
+    @property
+    def positions(self) -> list[str]:
+        return unique(self.of("test"), "position")
+
+    def models(self, corpus: str) -> list[set[int]]:
+        lengths = [self.plan["length"] * times for times in (1, 4)]
+        keys = product(self.positions, lengths)
+        tests = (self.of("test", corpus=corpus, position=p, train_length=n) for p, n in keys)
+        return [{record["seed"] for record in of} for of in tests]
 
     def bits(
         self, corpus: str, position: str, trained: int, tested: int, *, sliding: bool = False
@@ -116,7 +120,9 @@ def claims(found: Found) -> list[tuple[str, Callable[[str], Verdict]]]:
     short, four, longest = found.length, 4 * found.length, found.test_lengths[-1]
     Model = tuple[str, int, int]  # position, trained at, tested at
 
-    def compare(ours: Model, others: Model, holds: Callable[[Any, Any], bool]) -> Callable[[str], Verdict]:  # fmt: skip
+    def compare(
+        ours: Model, others: Model, holds: Callable[[Any, Any], bool]
+    ) -> Callable[[str], Verdict]:
         def verdict(corpus: str) -> Verdict:
             a, b = found.perplexities(corpus, *ours), found.perplexities(corpus, *others)
             return judge(map(holds, a, b), against(a, b))
@@ -140,17 +146,21 @@ def claims(found: Found) -> list[tuple[str, Callable[[str], Verdict]]]:
          compare(("alibi", short, longest), ("alibi", short, short), lt)),
         (f"Sinusoidal positions trained at {short} are worse at {2 * short}",
          compare(("sinusoidal", short, 2 * short), ("sinusoidal", short, short), gt)),
-        (f"Rotary positions trained at {short} extrapolate better than sinusoidal ones, to {2 * short}",
+        (f"Rotary positions trained at {short} extrapolate better than sinusoidal ones, to"
+         f" {2 * short}",
          compare(("rotary", short, 2 * short), ("sinusoidal", short, 2 * short), lt)),
-        (f"The T5 bias trained at {short} extrapolates better than rotary positions, to {longest}",
+        (f"The T5 bias trained at {short} extrapolates better than rotary positions, to"
+         f" {longest}",
          compare(("t5", short, longest), ("rotary", short, longest), lt)),
         (f"ALiBi trained at {short} extrapolates better than the T5 bias, to {longest}",
          compare(("alibi", short, longest), ("t5", short, longest), lt)),
-        (f"ALiBi trained at {short} and tested at {four} beats sinusoidal positions trained at {four}",
+        (f"ALiBi trained at {short} and tested at {four} beats sinusoidal positions trained at"
+         f" {four}",
          compare(("alibi", short, four), ("sinusoidal", four, four), lt)),
         (f"ALiBi trained at {four} beats sinusoidal positions trained at {four}",
          compare(("alibi", four, four), ("sinusoidal", four, four), lt)),
-        (f"The early-token curse: with a sliding window, less than half of ALiBi's gain from {short} to {longest} is left",
+        ("The early-token curse: with a sliding window, less than half of ALiBi's gain from"
+         f" {short} to {longest} is left",
          vanishes),
     ]  # fmt: skip
 
@@ -175,98 +185,90 @@ def cost_claims(found: Found) -> list[tuple[str, Verdict]]:
          faster("inference", ("alibi", longest), ("sinusoidal", longest), 1 - _CLOSE)),
         (f"ALiBi reads faster than the T5 bias (at {longest})",
          faster("inference", ("alibi", longest), ("t5", longest), 1.0)),
-        (f"ALiBi trains in no more memory than sinusoidal positions (MiB at {four}, within {_CLOSE:.0%})",
-         judge([a < (1 + _CLOSE) * b for a, b in zip(*memory, strict=False)], against(*memory, ".0f"))),
+        (f"ALiBi trains in no more memory than sinusoidal positions (MiB at {four}, within"
+         f" {_CLOSE:.0%})",
+         judge((a < (1 + _CLOSE) * b for a, b in zip(*memory, strict=False)),
+               against(*memory, ".0f"))),
     ]  # fmt: skip
 
 
 def claims_table(found: Found) -> str:
     """The claims, and what each corpus says to them."""
-    titles = [CORPUS_NAMES[corpus] for corpus in found.corpora]
-    lines = [["the paper's claim", *titles]]
-    for text, verdict in claims(found):
-        lines.append([text, *(str(verdict(corpus)) for corpus in found.corpora)])
-    costs = [["the paper's claim", "here"]]
-    costs += [[text, str(verdict)] for text, verdict in cost_claims(found)]
-    return f"{table(lines)}\n\n{table(costs)}"
-
-
-def table(lines: Sequence[Sequence[str]]) -> str:
-    rows = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([rows[0], "|---" * len(lines[0]) + "|", *rows[1:]])
-
-
-def cell(values: Sequence[float], form: str = ".1f") -> str:
-    """The mean, and half the range."""
-    if not values:
-        return ""
-    half = (max(values) - min(values)) / 2
-    return f"{statistics.fmean(values):,{form}} ± {half:,{form}}"
+    head = ["the paper's claim", *(CORPUS_NAMES[corpus] for corpus in found.corpora)]
+    rows = [[text, *(str(verdict(c)) for c in found.corpora)] for text, verdict in claims(found)]
+    costs = [[text, str(verdict)] for text, verdict in cost_claims(found)]
+    return "\n\n".join([table(head, rows), table([head[0], "here"], costs)])
 
 
 def perplexity_tables(found: Found, *, sliding: bool) -> str:
     """A table per corpus: models down, test lengths across."""
     parts = []
     for corpus in found.corpora:
-        lines = [[f"{CORPUS_NAMES[corpus]}, tested at", *map(str, found.test_lengths)]]
-        for trained in (found.length, 4 * found.length):
-            for position in found.positions:
-                values = [
-                    found.perplexities(corpus, position, trained, tested, sliding=sliding)
-                    for tested in found.test_lengths
-                ]
-                lines.append(
-                    [f"{METHODS[position].label}, trained at {trained}", *map(cell, values)]
-                )
-        parts.append(table(lines))
+        rows = []
+        for trained, position in product((found.length, 4 * found.length), found.positions):
+            values = (
+                found.perplexities(corpus, position, trained, tested, sliding=sliding)
+                for tested in found.test_lengths
+            )
+            rows.append([f"{METHODS[position].label}, trained at {trained}", *map(cell, values)])
+        head = [f"{CORPUS_NAMES[corpus]}, tested at", *map(str, found.test_lengths)]
+        parts.append(table(head, rows))
     return "\n\n".join(parts)
 
 
 def cost_tables(found: Found) -> str:
     """Medians, and half the range, over rounds (speed) and seeds (memory)."""
-    lengths = (found.length, 4 * found.length)
+    lengths, tested = (found.length, 4 * found.length), found.test_lengths
 
     def median(values: list[float]) -> str:
         half = (max(values) - min(values)) / 2 if values else 0
         return f"{statistics.median(values):,.0f} ± {half:,.0f}" if values else ""
 
-    training = [["training", *(f"tokens/s at {n}" for n in lengths), *(f"MiB at {n}" for n in lengths)]]  # fmt: skip
-    reading = [["inference, tokens/s at", *map(str, found.test_lengths)]]
-    memory = [["inference, MiB at", *map(str, found.test_lengths)]]
+    def speed(mode: str, position: str, lengths: Iterable[int]) -> list[str]:
+        return [median(found.speed(mode, position, n)) for n in lengths]
+
+    def memory(kind: str, position: str, lengths: Iterable[int]) -> list[str]:
+        return [median(found.memory(kind, position, n, f"{kind}_length")) for n in lengths]
+
+    head = [f"{unit} at {n}" for unit in ("tokens/s", "MiB") for n in lengths]
+    training, reading, held = [], [], []
     for position in found.positions:
-        speeds = [median(found.speed("training", position, n)) for n in lengths]
-        held = [median(found.memory("train", position, n, "train_length")) for n in lengths]
-        training.append([METHODS[position].label, *speeds, *held])
-        speeds = [median(found.speed("inference", position, n)) for n in found.test_lengths]
-        held = [median(found.memory("test", position, n, "test_length")) for n in found.test_lengths]  # fmt: skip
-        reading.append([METHODS[position].label, *speeds])
-        memory.append([METHODS[position].label, *held])
-    return "\n\n".join(map(table, (training, reading, memory)))
+        label = METHODS[position].label
+        costs = speed("training", position, lengths) + memory("train", position, lengths)
+        training.append([label, *costs])
+        reading.append([label, *speed("inference", position, tested)])
+        held.append([label, *memory("test", position, tested)])
+    tables = (
+        table(["training", *head], training),
+        table(["inference, tokens/s at", *map(str, tested)], reading),
+        table(["inference, MiB at", *map(str, tested)], held),
+    )
+    return "\n\n".join(tables)
 
 
 def description(found: Found) -> str:
     """How it was measured."""
     plan, model, trained = found.plan, found.made["model"], found.of("train")
-    rates = unique(found.of("tune"), "lr")
-    tuned = ", ".join(
-        f"{lr:g}: {2 ** statistics.fmean(r['loss_base2'] for r in found.of('tune', lr=lr)):.0f}"
-        for lr in rates
-    )
+    rates = {lr: found.of("tune", lr=lr) for lr in unique(found.of("tune"), "lr")}
+    bits = {lr: statistics.fmean(r["loss_base2"] for r in own) for lr, own in rates.items()}
+    tuned = ", ".join(f"{lr:g}: {2**loss:.0f}" for lr, loss in bits.items())
     by_seeds = {c: ", ".join(map(str, found.seeds[c])) for c in found.corpora}
     seeds = " and ".join(f"{seeds} ({CORPUS_NAMES[c]})" for c, seeds in by_seeds.items())
     if len(set(by_seeds.values())) == 1:
         seeds = next(iter(by_seeds.values()))
+    first = trained[0]
     return (
-        f"{model['num_hidden_layers']} layers of width {model['hidden_size']}, "
-        f"{model['num_attention_heads']} heads, {trained[0]['num_parameters'] / 1e6:.2f} M parameters "
-        f"({CORPUS_NAMES[trained[0]['corpus']]}), adaptive input and softmax cut at {model['cutoffs']}; "
-        f"{plan['steps']:,} steps of {plan['max_tokens']} tokens, {trained[0]['tokens'] / 1e6:.2f} M tokens, "
-        f"the same ones in the same order for all positions of a seed; seeds {seeds}. "
-        f"Learning rate {trained[0]['lr']:g} for all: the least validation loss, in the mean over the four positions, after "
-        f"a quarter of the steps with another seed (perplexity by rate: {tuned}). "
-        f"Scored: the first {plan['test_tokens']:,} tokens of the test text without overlap; with a window that slides by "
-        f"{plan['stride']} tokens, {plan['sliding_tokens']:,} that are the same for every length. "
-        f"Cells: mean ± half the range over the seeds. {where(found.made)}. Speed: {where(found.speed_made)}."
+        f"{model['num_hidden_layers']} layers of width {model['hidden_size']},"
+        f" {model['num_attention_heads']} heads, {first['num_parameters'] / 1e6:.2f} M parameters"
+        f" ({CORPUS_NAMES[first['corpus']]}), adaptive input and softmax cut at"
+        f" {model['cutoffs']}; {plan['steps']:,} steps of {plan['max_tokens']} tokens,"
+        f" {first['tokens'] / 1e6:.2f} M tokens, the same ones in the same order for all positions"
+        f" of a seed; seeds {seeds}. Learning rate {first['lr']:g} for all: the least validation"
+        " loss, in the mean over the four positions, after a quarter of the steps with another"
+        f" seed (perplexity by rate: {tuned}). Scored: the first {plan['test_tokens']:,} tokens of"
+        f" the test text without overlap; with a window that slides by {plan['stride']} tokens,"
+        f" {plan['sliding_tokens']:,} that are the same for every length. Cells: mean ± half the"
+        f" range over the seeds. {where(found.made)}. Speed: {where(found.speed_made)}."
     )
 
 
@@ -282,80 +284,49 @@ def length_figure(found: Found) -> Figure:
     for axes, corpus in zip(panels, found.corpora, strict=True):
         for trained, style in ((found.length, "-o"), (4 * found.length, "--o")):
             for position in found.positions:
-                line = {n: found.perplexities(corpus, position, trained, n) for n in found.test_lengths}  # fmt: skip
-                label = f"{METHODS[position].label}, {trained}"
-                _draw(
-                    axes,
-                    {n: v for n, v in line.items() if v},
-                    style,
-                    METHODS[position].colour,
-                    label,
-                )
-        _finish(axes, found.test_lengths, f"{CORPUS_NAMES[corpus]}", "tokens per test block")
-        _on_a_log_scale(axes)
+                model = (corpus, position, trained)
+                line = {n: found.perplexities(*model, n) for n in found.test_lengths}
+                line = {n: values for n, values in line.items() if values}
+                draw(axes, line, style, position, f"{METHODS[position].label}, {trained}")
+        finish(axes, found.test_lengths, CORPUS_NAMES[corpus], "tokens per test block")
+        on_a_log_scale(axes)
     panels[0].set_ylabel("perplexity (lower is better)")
     panels[-1].legend(title="trained at", frameon=False, fontsize=9, loc="upper left")
     return figure
 
 
 def curse_figure(found: Found) -> Figure:
-    """Above: what ALiBi gains from longer input, in blocks and sliding. Below: perplexity by tokens of context."""
+    """What ALiBi gains from longer input, in blocks and sliding; and perplexity by context."""
     figure = Figure(figsize=(5.4 * len(found.corpora), 7.6), layout="constrained")
     rows = figure.subplots(2, len(found.corpora), squeeze=False)
-    longest = found.test_lengths[-1]
+    short, lengths, longest = found.length, found.test_lengths, found.test_lengths[-1]
+    ways = ((False, "-o", "blocks without overlap"), (True, "--s", "sliding window"))
     for column, corpus in enumerate(found.corpora):
         upper, lower = rows[0][column], rows[1][column]
-        for sliding, style, label in ((False, "-o", "blocks without overlap"), (True, "--s", "sliding window")):  # fmt: skip
-            line = {n: found.bits(corpus, "alibi", found.length, n, sliding=sliding) for n in found.test_lengths}  # fmt: skip
-            # Each seed beside itself: what is scored sliding is another part of the text, with a level of its own.
-            line = {n: [100 * (2 ** (a - b) - 1) for a, b in zip(v, line[found.length], strict=True)] for n, v in line.items()}  # fmt: skip
-            _draw(upper, line, style, METHODS["alibi"].colour, label)
-        title = f"{CORPUS_NAMES[corpus]}: ALiBi trained at {found.length}"
-        _finish(upper, found.test_lengths, title, "tokens per test block or window")
+        for sliding, style, label in ways:
+            bits = {n: found.bits(corpus, "alibi", short, n, sliding=sliding) for n in lengths}
+            # Each seed beside itself: what is scored sliding has a level of its own.
+            pairs = {n: zip(bits[n], bits[short], strict=True) for n in lengths}
+            line = {n: [100 * (2 ** (a - b) - 1) for a, b in of] for n, of in pairs.items()}
+            draw(upper, line, style, "alibi", label)
+        title = f"{CORPUS_NAMES[corpus]}: ALiBi trained at {short}"
+        finish(upper, lengths, title, "tokens per test block or window")
         for position in found.positions:
-            model = {"corpus": corpus, "position": position, "train_length": found.length}
+            model = {"corpus": corpus, "position": position, "train_length": short}
             records = found.of("test", **model, test_length=longest, stride=longest)
             curves = [r["by_context"] for r in records if r["seed"] in found.seeds[corpus]]
-            line = {
-                points[0][0]: [2**bits for _, bits in points]
-                for points in zip(*curves, strict=True)
-            }
-            _draw(lower, line, "-", METHODS[position].colour, METHODS[position].label)
+            line = {of[0][0]: [2**bits for _, bits in of] for of in zip(*curves, strict=True)}
+            draw(lower, line, "-", position, METHODS[position].label)
         ticks = [4**k for k in range(6) if 4**k <= longest]
-        _finish(lower, ticks, f"All trained at {found.length}", "tokens of context before the predicted one")  # fmt: skip
-        _on_a_log_scale(lower)
-        lower.axvline(found.length, color="#888888", linewidth=1, linestyle=(0, (4, 3)))
-    rows[0][0].set_ylabel(f"perplexity, change in % from that at {found.length}")
+        label = "tokens of context before the predicted one"
+        finish(lower, ticks, f"All trained at {short}", label)
+        on_a_log_scale(lower)
+        lower.axvline(short, color="#888888", linewidth=1, linestyle=(0, (4, 3)))
+    rows[0][0].set_ylabel(f"perplexity, change in % from that at {short}")
     rows[1][0].set_ylabel("perplexity (lower is better)")
     rows[0][-1].legend(frameon=False, fontsize=9)
     rows[1][-1].legend(frameon=True, framealpha=1, edgecolor="none", fontsize=9)
     return figure
-
-
-def _on_a_log_scale(axes: Axes) -> None:
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _draw(axes: Axes, line: dict[Any, list[float]], style: str, colour: str, label: str) -> None:
-    """The mean over seeds, and their range as a shade."""
-    x = list(line)
-    axes.plot(x, [statistics.fmean(v) for v in line.values()], style, color=colour, label=label, markersize=4)  # fmt: skip
-    low, high = [min(v) for v in line.values()], [max(v) for v in line.values()]
-    axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-
-
-def _finish(axes: Axes, ticks: Sequence[int], title: str, x_label: str) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([f"{n:,}" for n in ticks])
-    axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
-    axes.set_xlabel(x_label)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def read_kept() -> Found:
@@ -363,19 +334,13 @@ def read_kept() -> Found:
     return Found(read(KEPT))
 
 
-def read(path: Path) -> list[Record]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def renewed(kept: Sequence[Record], fresh: Sequence[Record]) -> list[Record]:
-    """The kept records with those of a new run in the place of what it measured: the comparison, speed, or both.
+    """The kept records, but for what a new run measured: the comparison, speed, or both.
 
-    Raises:
-        ValueError: The new run has one of the two only, and its plan is not that of the other.
+    A `ValueError` says that it has one of the two only, and its plan is not that of the other.
     """
-    comparison, speed = (
-        [r for r in fresh if (r["kind"] in SPEED) == is_speed] for is_speed in (False, True)
-    )
+    comparison = [r for r in fresh if r["kind"] not in SPEED]
+    speed = [r for r in fresh if r["kind"] in SPEED]
     is_whole = any(Found(comparison).seeds.values())
     if is_whole and speed:
         return list(fresh)
@@ -399,10 +364,7 @@ def parts(found: Found) -> dict[str, str]:
 
 
 def write(results: Path, document: Path) -> None:
-    """Fills the document, draws its plots, and keeps the records in evidence/records/paper_small.jsonl.
-
-    What the results lack, comparison or speed, is that of the kept records.
-    """
+    """Fills the document, draws its plots, and keeps the records with those of the results."""
     if results.exists():
         kept = read(KEPT) if KEPT.exists() else []
         lines = (json.dumps(record) + "\n" for record in renewed(kept, read(results)))
@@ -411,7 +373,5 @@ def write(results: Path, document: Path) -> None:
     if not any(found.seeds.values()):
         raise SystemExit(f"paper_report: {KEPT} must have tests of a whole seed, got none")
     fill(document, parts(found))
-    for name, figure in {"length": length_figure(found), "curse": curse_figure(found)}.items():
-        image = io.BytesIO()
-        figure.savefig(image, dpi=100)
-        write_whole(document.with_name(f"paper_{name}.png"), image.getvalue())
+    save(length_figure(found), document.with_name("paper_length.png"))
+    save(curse_figure(found), document.with_name("paper_curse.png"))

@@ -1,27 +1,28 @@
 """The paper's comparison in small: trained at L and 4 L, tested up to 16 L, on two corpora.
 
-    python evidence/runs/paper_small.py --wikitext-2 FOLDER      # train.txt, valid.txt and test.txt; may be left out
-    python evidence/runs/paper_small.py --only train --only test # some stages; all of them go on where they were
-    python evidence/runs/paper_small.py --only speed --only write    # on a quiet machine: replaces the measurements of speed alone
-    python evidence/runs/paper_small.py --only write             # docs/paper.md from the records of evidence/records/paper_small.jsonl
+    python evidence/runs/paper_small.py --wikitext-2 FOLDER      # its three texts
+    python evidence/runs/paper_small.py --only train --only test # all stages go on where they were
+    python evidence/runs/paper_small.py --only speed --only write # replaces what is said of speed
+    alone
+    python evidence/runs/paper_small.py --only write             # docs/paper.md from the records
 
-    tune     a learning rate for all positions alike: the least mean validation loss, on the first corpus
+    tune     a learning rate for all positions alike, by mean validation loss on the first corpus
     train    a model per corpus, seed, training length and position, each in a process of its own
     test     each of them without overlap, and with a sliding window, at every length from its own
-    speed    training and inference, positions in turn; trains the models that it reads with, where they are missing
+    speed    training and inference, positions in turn; trains the models that it reads with
     write    tables, claims and plots, from the records alone
 
-Everything is done by `linbias.paper`; what was measured is a line of results.jsonl in the output folder.
+Everything is done by `linbias.paper`; what was measured is a line of results.jsonl in the output
+folder.
 """
 
-import argparse
 import math
 import re
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 import paper_report
-from linbias import _machine
+from experiment import add_plan_options, made_here, measure, plan_of
 from linbias._run.files import JsonLog
 from linbias._run.folders import open_run_folder
 from linbias.data import SPLITS
@@ -45,77 +46,56 @@ from linbias.paper.recipe import Recipe
 from linbias.paper.score import Scores, score
 from linbias.paper.store import read_data
 from linbias.paper.train import train
-from workers import in_processes
+from markers import ROOT, Record, parser_of
 
-ROOT = Path(__file__).parents[2]
 STAGES = ("tune", "train", "test", "speed", "write")
 POSITIONS = ("alibi", "sinusoidal", "rotary", "t5")
 MODEL = {
-    "hidden_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 384,
-    "cutoffs": [1000, 8000],
+    **{"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4},
+    **{"intermediate_size": 384, "cutoffs": [1000, 8000]},
     **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
     "softmax_dropout": 0.0,  # a run reads no text twice
 }
 
-Record = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared.
+    """What is compared."""
 
-    Attributes:
-        corpora: The first one is tuned and timed on.
-        length: L; models are trained at L and 4 L, with the same tokens per step.
-        steps: Of the training of every model; tuning takes a quarter.
-        max_tokens: Tokens per step.
-        rates: Learning rates to choose from.
-        seeds: One model of each kind per seed.
-        test_tokens: Scored without overlap at every length.
-        sliding_tokens: Scored with a sliding window: the same ones at every length.
-        stride: Of the sliding window; every prediction has length - stride to length - 1 tokens before.
-        rounds: Of the measurements of speed.
-    """
-
-    corpora: tuple[str, ...]
-    length: int = 64
-    steps: int = 2500
-    max_tokens: int = 512
+    corpora: tuple[str, ...]  # the first one is tuned and timed on
+    length: int = 64  # L; models are trained at L and 4 L, with the same tokens per step
+    steps: int = 2500  # of the training of every model; tuning takes a quarter
+    max_tokens: int = 512  # per step
     rates: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)
-    seeds: tuple[int, ...] = (1, 2, 3)
-    test_tokens: int = 65536
-    sliding_tokens: int = 2048
-    stride: int = 4
-    rounds: int = 3
+    seeds: tuple[int, ...] = (1, 2, 3)  # one model of each kind per seed
+    test_tokens: int = 65536  # scored without overlap at every length
+    sliding_tokens: int = 2048  # scored with a sliding window: the same ones at every length
+    stride: int = 4  # of it: every prediction has length - stride to length - 1 tokens before
+    rounds: int = 3  # of the measurements of speed
 
     @property
     def test_lengths(self) -> list[int]:
         return [self.length * times for times in (1, 2, 4, 8, 16)]
 
-    def recipe(
-        self, position: str, length: int, seed: int, learning_rate: float, steps: int
-    ) -> Recipe:
-        """What is trained: recipes that are compared differ in position, length and seed alone."""
+    def recipe(self, position: str, length: int, seed: int, rate: float, steps: int) -> Recipe:
+        """Recipes that are compared differ in position, length and seed alone."""
         return Recipe(
-            position=position,
-            length=length,
-            model=MODEL,
-            max_tokens=self.max_tokens,
-            rows_multiple=1,
-            batches_per_step=1,
-            steps=steps,
-            learning_rate=learning_rate,
-            warmup_steps=max(1, steps // 10),
-            precision="fp32",
-            seed=seed,
-            validate_steps=0,
-            save_steps=500,
-            log_steps=50,
-            device="cpu",
-        )
+            position=position, length=length, model=MODEL, max_tokens=self.max_tokens,
+            rows_multiple=1, batches_per_step=1, steps=steps, learning_rate=rate,
+            warmup_steps=max(1, steps // 10), precision="fp32", seed=seed, validate_steps=0,
+            save_steps=500, log_steps=50, device="cpu",
+        )  # fmt: skip
+
+
+def prepare_data(corpus: str, wikitext_2: Path | None, output: Path) -> Path:
+    """The corpus as ids, with at most 16,384 types of Python's source."""
+    data = output / "data" / corpus
+    if not data.exists():
+        if corpus == "wikitext-2":
+            prepare({split: wikitext_2 / f"{split}.txt" for split in SPLITS}, data)
+        else:
+            prepare(write_texts(corpus, output / "text"), data, nwords=16384)
+    return data
 
 
 def write_texts(corpus: str, folder: Path) -> dict[str, Path]:
@@ -130,28 +110,14 @@ def write_texts(corpus: str, folder: Path) -> dict[str, Path]:
     return texts
 
 
-def prepare_data(corpus: str, wikitext_2: Path | None, output: Path) -> Path:
-    """The corpus as ids, with at most 16,384 types of Python's source."""
-    data = output / "data" / corpus
-    if not data.exists():
-        if corpus == "wikitext-2":
-            prepare({split: wikitext_2 / f"{split}.txt" for split in SPLITS}, data)
-        else:
-            prepare(write_texts(corpus, output / "text"), data, nwords=16384)
-    return data
-
-
 def train_model(data: Path, home: Path, recipe: Recipe) -> Record:
     """Trains it, or finds it trained; memory is what came on top of the imports."""
     before = psutil.Process().memory_info().rss
     metrics = train(data, home, recipe, progress=False)
-    return {
-        "loss_base2": metrics.loss_base2,
-        "tokens": metrics.tokens,
-        "seconds": round(metrics.seconds, 1),
-        "num_parameters": metrics.num_parameters,
-        "memory_bytes": metrics.peak_memory_bytes - before,
-    }
+    kept = ("loss_base2", "tokens", "num_parameters")
+    found = {name: getattr(metrics, name) for name in kept}
+    found["seconds"] = round(metrics.seconds, 1)
+    return found | {"memory_bytes": metrics.peak_memory_bytes - before}
 
 
 def validation_loss(data: Path, home: Path, recipe: Recipe) -> float:
@@ -192,96 +158,90 @@ def bits_by_context(scores: Scores) -> list[list[float]]:
     return [[math.sqrt(a * b), float(bits[a - 1 : b - 1].mean())] for a, b in pairwise(ends)]
 
 
-def tune(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog, jobs: int) -> None:
-    work = {}
-    for lr, position in product(plan.rates, POSITIONS):
-        recipe = plan.recipe(position, plan.length, 0, lr, plan.steps // 4)
-        home = output / "tune" / f"{position}-{lr}"
-        if log.find(kind="tune", position=position, lr=lr) is None:
-            work[position, lr] = (validation_loss, data[plan.corpora[0]], home, recipe)
-    for (position, lr), loss in in_processes("tune", work, jobs):
-        log.append({"kind": "tune", "position": position, "lr": lr, "loss_base2": loss})
+@dataclass
+class Run:
+    """A plan, its texts as ids, where its models lie, and its records."""
 
+    plan: Plan
+    data: dict[str, Path]
+    output: Path
+    log: JsonLog
+    jobs: int
 
-def tuned_rate(plan: Plan, log: JsonLog) -> float:
-    """The rate of the least mean validation loss over the positions: of this run, or of the one that is kept."""
-    tuned = [r for r in log.records if r["kind"] == "tune"] or paper_report.read_kept().of("tune")
+    def tune(self) -> None:
+        plan, calls = self.plan, []
+        for lr, position in product(plan.rates, POSITIONS):
+            recipe = plan.recipe(position, plan.length, 0, lr, plan.steps // 4)
+            home = self.output / "tune" / f"{position}-{lr}"
+            call = (validation_loss, self.data[plan.corpora[0]], home, recipe)
+            calls.append(({"position": position, "lr": lr}, call))
+        for key, loss in measure("tune", calls, self.log, self.jobs):
+            self.log.append({"kind": "tune", **key, "loss_base2": loss})
 
-    def mean_loss(lr: float) -> float:
-        return statistics.fmean(r["loss_base2"] for r in tuned if r["lr"] == lr)
+    def tuned_rate(self) -> float:
+        """The rate of the least mean validation loss: of this run, or of the one that is kept."""
+        tuned = [r for r in self.log.records if r["kind"] == "tune"]
+        tuned = tuned or paper_report.read_kept().of("tune")
 
-    return min(plan.rates, key=mean_loss)
+        def mean_loss(lr: float) -> float:
+            return statistics.fmean(r["loss_base2"] for r in tuned if r["lr"] == lr)
 
+        return min(self.plan.rates, key=mean_loss)
 
-def models(plan: Plan, output: Path) -> Iterator[tuple[Record, Path]]:
-    """Every model's key and folder; whole seeds of a corpus first, so that a run that is stopped is of use."""
-    lengths = (plan.length, 4 * plan.length)
-    for corpus, seed, length, position in product(plan.corpora, plan.seeds, lengths, POSITIONS):
-        key = {"corpus": corpus, "position": position, "train_length": length, "seed": seed}
-        yield key, output / "models" / f"{corpus}-{position}-L{length}-s{seed}"
+    def models(self) -> Iterator[tuple[Record, Path]]:
+        """Every model's key and folder; whole seeds of a corpus first."""
+        plan, lengths = self.plan, (self.plan.length, 4 * self.plan.length)
+        every = product(plan.corpora, plan.seeds, lengths, POSITIONS)
+        for corpus, seed, length, position in every:
+            key = {"corpus": corpus, "position": position, "train_length": length, "seed": seed}
+            yield key, self.output / "models" / f"{corpus}-{position}-L{length}-s{seed}"
 
+    def train(self, wanted: Iterable[tuple[Record, Path]] | None = None) -> None:
+        lr, calls = self.tuned_rate(), []
+        for key, home in wanted or self.models():
+            made = (key["position"], key["train_length"], key["seed"], lr, self.plan.steps)
+            call = (train_model, self.data[key["corpus"]], home, self.plan.recipe(*made))
+            calls.append((key, call))
+        for key, found in measure("train", calls, self.log, self.jobs):
+            self.log.append({"kind": "train", **key, "lr": lr, **found})
 
-def train_all(
-    plan: Plan,
-    data: dict[str, Path],
-    wanted: Iterable[tuple[Record, Path]],
-    log: JsonLog,
-    jobs: int,
-) -> None:
-    lr, work = tuned_rate(plan, log), {}
-    for key, home in wanted:
-        if log.find(kind="train", **key) is None:
-            recipe = plan.recipe(key["position"], key["train_length"], key["seed"], lr, plan.steps)
-            work[tuple(key.items())] = (train_model, data[key["corpus"]], home, recipe)
-    for items, found in in_processes("train", work, jobs):
-        log.append({"kind": "train", **dict(items), "lr": lr, **found})
+    def test(self) -> None:
+        plan, calls = self.plan, []
+        for key, home in self.models():
+            lengths = [length for length in plan.test_lengths if length >= key["train_length"]]
+            last = {"test_length": lengths[-1], "stride": plan.stride}
+            if self.log.find(kind="train", **key) is not None:
+                call = (test_model, self.data[key["corpus"]], home, lengths, plan)
+                calls.append((key | last, call))
+        for key, found in measure("test", calls, self.log, self.jobs):
+            for record in found:
+                self.log.append({"kind": "test", **key, **record})
 
+    def speed(self) -> None:
+        """Each round measures all once, so that a slow moment of the machine hits all alike."""
+        plan, seed, data = self.plan, self.plan.seeds[0], self.data[self.plan.corpora[0]]
+        readers = {"corpus": plan.corpora[0], "train_length": plan.length, "seed": seed}.items()
+        wanted = [(key, home) for key, home in self.models() if key.items() >= readers]
+        self.train(wanted)
+        ids = read_data(data, "test")[1].tokens[:16384]
+        loaded = {key["position"]: load(home) for key, home in wanted}
+        if self.log.find(kind="speed made") is None:
+            self.log.append({"kind": "speed made", **made_here()})
 
-def test_all(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog, jobs: int) -> None:
-    work = {}
-    for key, home in models(plan, output):
-        if log.find(kind="train", **key) is None:
-            continue  # not yet
-        lengths = [length for length in plan.test_lengths if length >= key["train_length"]]
-        last = {"test_length": lengths[-1], "stride": plan.stride}
-        if log.find(kind="test", **key, **last) is None:
-            work[tuple(key.items())] = (test_model, data[key["corpus"]], home, lengths, plan)
-    for items, found in in_processes("test", work, jobs):
-        for record in found:
-            log.append({"kind": "test", **dict(items), **record})
+        def once(kind: str, position: str, length: int, run: Callable[[], float]) -> None:
+            key = {"kind": kind, "position": position, "length": length, "round": number}
+            if self.log.find(**key) is None:
+                threads = {"threads": torch.get_num_threads()}
+                self.log.append({**key, **threads, "tokens_per_second": round(run(), 1)})
 
-
-def speed_all(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog, jobs: int) -> None:
-    """Each round measures everything once, so that a slow moment of the machine hits all alike."""
-    corpus, seed = plan.corpora[0], plan.seeds[0]
-    readers = {"corpus": corpus, "train_length": plan.length, "seed": seed}.items()
-    wanted = [(key, home) for key, home in models(plan, output) if key.items() >= readers]
-    train_all(plan, data, wanted, log, jobs)
-    folder = data[corpus]
-    ids = read_data(folder, "test")[1].tokens[:16384]
-    loaded = {key["position"]: load(home) for key, home in wanted}
-    if log.find(kind="speed made") is None:
-        log.append({"kind": "speed made", **made_here()})
-
-    def once(mode: str, position: str, length: int, measure: Callable[[], float]) -> None:
-        key = {"kind": mode, "position": position, "length": length, "round": number}
-        if log.find(**key) is None:
-            threads = {"threads": torch.get_num_threads()}
-            log.append({**key, **threads, "tokens_per_second": round(measure(), 1)})
-
-    for number in range(plan.rounds):
-        for length, position in product((plan.length, 4 * plan.length), POSITIONS):
-            recipe = plan.recipe(position, length, seed, learning_rate=0.1, steps=100)
-            once("training speed", position, length, lambda r=recipe: training_speed(folder, r))
-        for length, position in product(plan.test_lengths, POSITIONS):
-            model = loaded[position]
-            once(
-                "inference speed",
-                position,
-                length,
-                lambda m=model, n=length: reading_speed(m, ids, n),
-            )
-        print(f"speed {number + 1}/{plan.rounds}", flush=True)
+        for number in range(plan.rounds):
+            for length, position in product((plan.length, 4 * plan.length), POSITIONS):
+                recipe = plan.recipe(position, length, seed, 0.1, 100)
+                once("training speed", position, length, lambda r=recipe: training_speed(data, r))
+            for length, position in product(plan.test_lengths, POSITIONS):
+                given = (loaded[position], ids, length)
+                once("inference speed", position, length, lambda x=given: reading_speed(*x))
+            print(f"speed {number + 1}/{plan.rounds}", flush=True)
 
 
 def training_speed(data: Path, recipe: Recipe) -> float:
@@ -298,55 +258,31 @@ def reading_speed(model: PaperForCausalLM, ids: NDArray[Any], length: int) -> fl
     return statistics.median(speeds[1:])
 
 
-def made_here() -> Record:
-    """Where and when something is measured."""
-    machine = f"{_machine.processor()}, {_machine.num_cores()} cores"
-    return {"machine": machine, "versions": _machine.versions(), "date": _machine.now()}
-
-
-def parse() -> tuple[argparse.Namespace, Plan]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--wikitext-2", type=Path, metavar="FOLDER")
     parser.add_argument("--output", type=Path, default=ROOT / "output" / "paper_small")
     parser.add_argument("--only", choices=STAGES, action="append", help="repeatable")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time, a thread each")
-    for name in ("steps", "test-tokens", "sliding-tokens", "rounds"):
-        parser.add_argument(f"--{name}", type=int, help=f"default {getattr(Plan, name.replace('-', '_'))}")  # fmt: skip
-    parser.add_argument("--seeds", type=int, nargs="+", help=f"default {Plan.seeds}")
+    names = ("steps", "test_tokens", "sliding_tokens", "rounds", "seeds")
+    add_plan_options(parser, Plan, *names)
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "paper.md")
     options = parser.parse_args()
-    asked = {name: getattr(options, name) for name in asdict(Plan(())) if hasattr(options, name)}
-    changes = {k: tuple(v) if isinstance(v, list) else v for k, v in asked.items() if v}
-    corpora = ("stdlib",) if options.wikitext_2 is None else ("wikitext-2", "stdlib")
-    return options, replace(Plan(corpora), **changes)
-
-
-def main() -> None:
-    options, plan = parse()
-    stages = options.only or STAGES
+    stages, output = options.only or STAGES, options.output
+    plan = plan_of(options, Plan(("wikitext-2", "stdlib")[options.wikitext_2 is None :]))
     if set(stages) != {"write"}:
-        measure(plan, options, stages)
+        open_run_folder(output / "plan.json", asdict(plan), "paper_small")
+        wikitext_2 = options.wikitext_2
+        data = {corpus: prepare_data(corpus, wikitext_2, output) for corpus in plan.corpora}
+        log = JsonLog(output / "results.jsonl")
+        if log.find(kind="made") is None:
+            log.append({"kind": "made", **made_here(), "model": MODEL, "plan": asdict(plan)})
+        run = Run(plan, data, output, log, options.jobs)
+        for stage in STAGES[:-1]:
+            if stage in stages:
+                getattr(run, stage)()
     if "write" in stages:
-        paper_report.write(options.output / "results.jsonl", options.document)
-
-
-def measure(plan: Plan, options: argparse.Namespace, stages: tuple[str, ...]) -> None:
-    output, jobs = options.output, options.jobs
-    open_run_folder(output / "plan.json", asdict(plan), "paper_small")
-    data = {corpus: prepare_data(corpus, options.wikitext_2, output) for corpus in plan.corpora}
-    log = JsonLog(output / "results.jsonl")
-    if log.find(kind="made") is None:
-        log.append({"kind": "made", **made_here(), "model": MODEL, "plan": asdict(plan)})
-    if "tune" in stages:
-        tune(plan, data, output, log, jobs)
-    if "train" in stages:
-        train_all(plan, data, models(plan, output), log, jobs)
-    if "test" in stages:
-        test_all(plan, data, output, log, jobs)
-    if "speed" in stages:
-        speed_all(plan, data, output, log, jobs)
+        paper_report.write(output / "results.jsonl", options.document)
 
 
 if __name__ == "__main__":

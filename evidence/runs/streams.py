@@ -1,21 +1,20 @@
-"""Endless texts measured: windows, exactness, memory, speed and attacks of `WindowCache`; fills docs/guides/endless-texts.md.
+"""Endless texts measured: what `WindowCache` keeps, how exact, large and fast it is, and attacks.
 
-    python evidence/runs/streams.py "make run"=output/extrapolate/models/alibi-L128-s0 --corpus wikitext-2   # minutes, on a quiet machine
-    python evidence/runs/streams.py "make run"=FOLDER --only score --only decode                            # a stage or two, anew
-    python evidence/runs/streams.py --only write                                                            # the table alone, from records
+    python evidence/runs/streams.py "make run"=output/extrapolate/models/alibi-L128-s0
+    python evidence/runs/streams.py "make run"=FOLDER --only score --only decode # a stage or two,
+    anew python evidence/runs/streams.py --only write # docs/guides/endless-texts.md, from records
 
     windows   what the weights say, beside the worst input that a search finds
     adaptive  what a cache keeps that follows a text of 32,768 tokens
     score     200,000 tokens in chunks of 512 beside one full pass
-    memory    a million tokens: resident memory, and the time of a chunk at the end beside one at 32,768
-    decode    a step after 1,024, 16,384 and a million tokens, by the model alone and by `generate`, beside the growing cache
+    memory    a million tokens: resident memory, and the time of a chunk at the end
+    decode    a step after 1,024, 16,384 and a million tokens, beside the growing cache
     same      the likeliest token in 2,500 steps after 262,144 tokens, with both caches
     attack    hostile streams: what was really missing in each row, beside the bound
 
-A stage that is run again takes the place of what the records say of it. Models are given as NAME=FOLDER.
+A stage that is run again replaces what the records say of it. Models are given as NAME=FOLDER.
 """
 
-import argparse
 import copy
 import itertools
 import json
@@ -24,11 +23,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "evidence" / "benchmarks"), str(ROOT / "tests" / "support")]
+sys.path[:0] = [str(ROOT / x) for x in ("evidence/benchmarks", "tests/support", "tests/core")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -47,12 +47,11 @@ from linbias.models.window_cache.certificate import Settings  # noqa: E402
 from linbias.models.window_cache.layer import WindowLayer  # noqa: E402
 from linbias.models.window_cache.questions import Questions  # noqa: E402
 from linbias.models.window_cache.reach import heads_of_layer, reach_of_weights  # noqa: E402
-from markers import fill  # noqa: E402
+from markers import RECORDS, Record, fill, parser_of, read, table, unique  # noqa: E402
 from test_streams import worst_input  # noqa: E402
 
-RECORDS, DOCUMENT = ROOT / "evidence" / "records" / "streams.jsonl", "docs/guides/endless-texts.md"
+PATH, DOCUMENT = RECORDS / "streams.jsonl", "docs/guides/endless-texts.md"
 CHUNK, TOLERANCE = 512, 2.0**-24
-Record = dict[str, Any]
 
 
 def windows(model: Any, ids: Tensor) -> Record:
@@ -90,16 +89,12 @@ def adaptive(model: Any, ids: Tensor) -> Record:
 def losses(model: Any, ids: Tensor, cache: Any = None) -> Tensor:
     """[N - 1], float64: of every token after the first, in chunks where there is a cache."""
     if cache is None:
-        parts = [model.model(ids).last_hidden_state[0]]
+        outputs = [model.model(ids)]
     else:
         chunks = ids.split(CHUNK, dim=1)
-        parts = [
-            model.model(chunk, past_key_values=cache).last_hidden_state[0] for chunk in chunks
-        ]
-    scored = []
-    for rows, targets in zip(
-        torch.cat(parts)[:-1].split(16384), ids[0, 1:].split(16384), strict=True
-    ):
+        outputs = [model.model(chunk, past_key_values=cache) for chunk in chunks]
+    hidden, scored = torch.cat([x.last_hidden_state[0] for x in outputs]), []
+    for rows, targets in zip(hidden[:-1].split(16384), ids[0, 1:].split(16384), strict=True):
         logits = model.lm_head(rows)
         wide = torch.promote_types(logits.dtype, torch.float32)
         scored.append(cross_entropy(logits.to(wide), targets, reduction="none").double())
@@ -113,14 +108,13 @@ def score(model: Any, ids: Tensor) -> Record:
     for _ in range(3):
         for name in times:
             cache = None if name == "full" else WindowCache.for_model(model)
-            start = time.perf_counter()
-            found[name] = losses(model, ids, cache)
-            times[name].append(time.perf_counter() - start)
-    assert cache is not None
+            with timed(times[name]):
+                found[name] = losses(model, ids, cache)
     full, streamed = (float(x.sum()) for x in found.values())
     part = ids[:, :32_769]
     exact = losses(copy.deepcopy(model).double(), part)
-    errors = {name: float((losses(model, part, c) - exact).abs().max()) for name, c in (("full", None), ("stream", WindowCache.for_model(model)))}  # fmt: skip
+    caches = {"full": None, "stream": WindowCache.for_model(model)}
+    errors = {n: float((losses(model, part, c) - exact).abs().max()) for n, c in caches.items()}
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     return {
         "tokens": ids.shape[1] - 1,
@@ -137,6 +131,18 @@ def score(model: Any, ids: Tensor) -> Record:
     }
 
 
+@contextmanager
+def timed(seconds: list[float]) -> Iterator[None]:
+    """Append how long the block took."""
+    start = time.perf_counter()
+    yield
+    seconds.append(time.perf_counter() - start)
+
+
+def milliseconds(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: round(1e3 * statistics.median(found), 3) for name, found in times.items()}
+
+
 def memory(model: Any, ids: Tensor) -> Record:
     cache, early = WindowCache.for_model(model), None
     resident = []
@@ -146,20 +152,19 @@ def memory(model: Any, ids: Tensor) -> Record:
             early = copy.deepcopy(cache)
         if number * CHUNK % 102_400 == 0:
             resident.append(record.memory_bytes())
-    assert early is not None
-    late_times, early_times = [], []
-    for chunk in itertools.islice(endless(ids, 60 * CHUNK), 60):
-        for which, times in ((early, early_times), (cache, late_times)):
-            start = time.perf_counter()
-            model(chunk, past_key_values=which, logits_to_keep=1)
-            times.append(time.perf_counter() - start)
+    times: dict[str, list[float]] = {"early": [], "late": []}
+    for chunk in endless(ids, 60 * CHUNK):
+        for name, which in (("early", early), ("late", cache)):
+            with timed(times[name]):
+                model(chunk, past_key_values=which, logits_to_keep=1)
+    ms = milliseconds(times)
     return {
         "tokens": cache.get_seq_length(),
         "resident_growth_bytes": resident[-1] - resident[0],
         "resident": resident,
-        "chunk_ms_at_32768": round(1e3 * statistics.median(early_times), 3),
-        "chunk_ms_at_a_million": round(1e3 * statistics.median(late_times), 3),
-        "ratio": round(statistics.median(late_times) / statistics.median(early_times), 3),
+        "chunk_ms_at_32768": ms["early"],
+        "chunk_ms_at_a_million": ms["late"],
+        "ratio": round(ms["late"] / ms["early"], 3),
         "cache_bytes": cache.num_bytes,
         "uncertified": cache.uncertified,
     }
@@ -184,29 +189,24 @@ def decode(model: Any, ids: Tensor) -> Record:
     times: dict[str, list[float]] = {name: [] for name in caches}
     for _ in range(600):
         for name, cache in caches.items():
-            start = time.perf_counter()
-            model(step, past_key_values=cache, logits_to_keep=1)
-            times[name].append(time.perf_counter() - start)
+            with timed(times[name]):
+                model(step, past_key_values=cache, logits_to_keep=1)
     generated: dict[str, list[float]] = {name: [] for name in caches}
     for _ in range(5):
         for name, cache in caches.items():
             mask = torch.ones(1, cache.get_seq_length() + 1, dtype=torch.int64)
             options = {"attention_mask": mask, "past_key_values": cache, "do_sample": False}
             new = {"min_new_tokens": 100, "max_new_tokens": 100}
-            start = time.perf_counter()
-            model.generate(step, **options, **new)
-            generated[name].append((time.perf_counter() - start) / 100)
-    ms = {name: round(1e3 * statistics.median(found), 3) for name, found in times.items()}
-    by_generate = {
-        name: round(1e3 * statistics.median(found), 3) for name, found in generated.items()
-    }
+            with timed(generated[name]):
+                model.generate(step, **options, **new)
+    ms = milliseconds(times)
+    by_generate = {name: round(value / 100, 3) for name, value in milliseconds(generated).items()}
     return {
         "step_ms": ms,
         "generate_step_ms": by_generate,
         "million_over_1024": round(ms["window 1,000,000"] / ms["window 1,024"], 3),
-        "generate_million_over_1024": round(by_generate["window 1,000,000"] / by_generate["window 1,024"], 3),
         "window_over_growing": round(ms["window 16,384"] / ms["growing 16,384"], 3),
-    }  # fmt: skip
+    }
 
 
 def same(model: Any, ids: Tensor) -> Record:
@@ -285,17 +285,13 @@ def attack(rows_wanted: int) -> Record:
         scores = (scores - slopes[:, None, None] * distance).masked_fill(distance < 0, -math.inf)
         for start, count, bound, oldest in layer.seen_rows:
             for h in range(H):
-                part = scores[:, h, start : start + count]
-                dropped, read = (
-                    part[..., : oldest[h // sharing]],
-                    part[..., oldest[h // sharing] :],
-                )
-                really = dropped.logsumexp(-1) - read.logsumexp(-1)
+                first, part = oldest[h // sharing], scores[:, h, start : start + count]
+                really = part[..., :first].logsumexp(-1) - part[..., first:].logsumexp(-1)
                 ours = bound[:, h]
-                # NaN, where a key is not finite, must never pass; where nothing was dropped nothing is missing.
-                fine = (
-                    (ours >= really - 1e-9) | (really.isnan() & ~(ours <= 0)) | really.isneginf()
-                )
+                # NaN, where a key is not finite, must never pass; nothing dropped is nothing
+                # missing.
+                fine = (ours >= really - 1e-9) | really.isneginf()
+                fine |= really.isnan() & ~(ours <= 0)
                 below += int((~fine).sum())
                 known = really.isfinite() & ours.isfinite()
                 if known.any():
@@ -303,66 +299,85 @@ def attack(rows_wanted: int) -> Record:
                 certified += int((ours <= math.log(1e-3 / 2)).sum())
                 rows += ours.numel()
                 by_kind[kind] += ours.numel()
-    return {"rows": rows, "below": below, "closest_nats": closest, "certified": certified, "by_kind": by_kind}  # fmt: skip
+    found = {"rows": rows, "below": below, "closest_nats": closest, "certified": certified}
+    return found | {"by_kind": by_kind}
 
 
-STAGES: dict[str, Callable[[Any, Tensor], Record]] = {
-    **{"windows": windows, "adaptive": adaptive, "score": score},
-    **{"memory": memory, "decode": decode, "same": same},
-}
+ALL: tuple[Callable[[Any, Tensor], Record], ...]
+ALL = (windows, adaptive, score, memory, decode, same)
+STAGES = {stage.__name__: stage for stage in ALL}
+
+
+# Of the table of the guide: a stage, what a row says, and its cells from the fields of the record.
+ROWS = (
+    ("windows", "keys over all heads, from the weights", "{keys:,}"),
+    ("windows", "largest score that a search finds, as a share of the bound",
+     "{reached_least:.2%} at least"),
+    ("windows", "seconds for that", "{seconds:.1f}"),
+    ("adaptive", "keys kept at most in 32,768 tokens", "{keys:,}"),
+    ("adaptive", "rows of heads not certified among them", "{uncertified}"),
+    ("score", "200,000 tokens: loss, relative to one pass", "{relative_difference:.0e}"),
+    ("score", "largest error of a token's loss, of that of one pass", "{error:.1f}"),
+    ("score", "speed, of that of one pass", "{speed:.2f} ({tokens_per_second_stream:,} tokens/s)"),
+    ("score", "cache", "{cache:.1f} MiB"),
+    ("memory", "resident memory from 100,000 to a million tokens", "{growth:+.1f} MiB"),
+    ("memory", "rows of heads not certified, in a million tokens", "{uncertified}"),
+    ("memory", "time of a chunk at a million, of that at 32,768", "{ratio:.2f}"),
+    ("decode", "step at 16,384, of that with the growing cache",
+     "{window_over_growing:.2f} ({step_ms[window 16,384]:.2f} ms)"),
+    ("decode", "step at a million, of that at 16,384", "{late:.2f}"),
+    ("decode", "the same through `generate`", "{generate_late:.2f}"),
+    ("decode", "step at a million, of that at 1,024, where windows are not full",
+     "{million_over_1024:.2f}"),
+    ("same", "likeliest token the same, of 2,500 steps at 262,144", "{equal:,}"),
+)  # fmt: skip
+
+
+def with_ratios(r: Record) -> Record:
+    """A record with what the table shows of its fields together."""
+    more = {}
+    if r["stage"] == "score":
+        more["error"] = r["largest_error_stream"] / r["largest_error_full"]
+        more["cache"] = r["cache_bytes"] / 2**20
+    elif r["stage"] == "memory":
+        more["growth"] = r["resident_growth_bytes"] / 2**20
+    elif r["stage"] == "decode":
+        for name, ms in (("late", r["step_ms"]), ("generate_late", r["generate_step_ms"])):
+            more[name] = ms["window 1,000,000"] / ms["window 16,384"]
+    return {**r, **more}
 
 
 def measured() -> str:
     """The table of the guide."""
-    records = [json.loads(line) for line in RECORDS.read_text().splitlines()]
-    found = {(r["stage"], r.get("model")): r for r in records}
-    models = list(dict.fromkeys(r["model"] for r in records if r.get("model")))
+    records = read(PATH)
+    found = {(r["stage"], r.get("model")): with_ratios(r) for r in records}
+    models = [model for model in unique(records, "model") if model]
 
-    def row(words: str, stage: str, form: Callable[[Record], str]) -> str:
-        cells = [form(found[stage, name]) if (stage, name) in found else "-" for name in models]
-        return f"| {words} | " + " | ".join(cells) + " |"
+    def cell(stage: str, model: str, form: str) -> str:
+        return form.format(**found[stage, model]) if (stage, model) in found else "-"
 
-    lines = [
-        "| | " + " | ".join(models) + " |",
-        "|---" * (len(models) + 1) + "|",
-        row("keys over all heads, from the weights", "windows", lambda r: f"{r['keys']:,}"),
-        row("largest score that a search finds, as a share of the bound", "windows", lambda r: f"{r['reached_least']:.2%} at least"),
-        row("seconds for that", "windows", lambda r: f"{r['seconds']:.1f}"),
-        row("keys kept at most in 32,768 tokens", "adaptive", lambda r: f"{r['keys']:,}"),
-        row("rows of heads not certified among them", "adaptive", lambda r: f"{r['uncertified']}"),
-        row("200,000 tokens: loss, relative to one pass", "score", lambda r: f"{r['relative_difference']:.0e}"),
-        row("largest error of a token's loss, of that of one pass", "score", lambda r: f"{r['largest_error_stream'] / r['largest_error_full']:.1f}"),
-        row("speed, of that of one pass", "score", lambda r: f"{r['speed']:.2f} ({r['tokens_per_second_stream']:,} tokens/s)"),
-        row("cache", "score", lambda r: f"{r['cache_bytes'] / 2**20:.1f} MiB"),
-        row("resident memory from 100,000 to a million tokens", "memory", lambda r: f"{r['resident_growth_bytes'] / 2**20:+.1f} MiB"),
-        row("rows of heads not certified, in a million tokens", "memory", lambda r: f"{r['uncertified']}"),
-        row("time of a chunk at a million, of that at 32,768", "memory", lambda r: f"{r['ratio']:.2f}"),
-        row("step at 16,384, of that with the growing cache", "decode", lambda r: f"{r['window_over_growing']:.2f} ({r['step_ms']['window 16,384']:.2f} ms)"),
-        row("step at a million, of that at 16,384", "decode", lambda r: f"{r['step_ms']['window 1,000,000'] / r['step_ms']['window 16,384']:.2f}"),
-        row("the same through `generate`", "decode", lambda r: f"{r['generate_step_ms']['window 1,000,000'] / r['generate_step_ms']['window 16,384']:.2f}"),
-        row("step at a million, of that at 1,024, where windows are not full", "decode", lambda r: f"{r['million_over_1024']:.2f}"),
-        row("likeliest token the same, of 2,500 steps at 262,144", "same", lambda r: f"{r['equal']:,}"),
-    ]  # fmt: skip
-    last = records[-1]
-    stages = {machine: sorted({r["stage"] for r in records if r["machine"] == machine}) for machine in sorted({r["machine"] for r in records})}  # fmt: skip
-    where = "; ".join(f"{machine} ({', '.join(names)})" for machine, names in stages.items())
+    lines = ([words, *(cell(stage, m, form) for m in models)] for stage, words, form in ROWS)
+    last, stages = records[-1], dict[str, set[str]]()
+    for r in records:
+        stages.setdefault(r["machine"], set()).add(r["stage"])
+    where = last["machine"]
+    if len(stages) > 1:
+        where = "; ".join(f"{on} ({', '.join(sorted(of))})" for on, of in sorted(stages.items()))
     text = (
-        f"Chunks of 512 tokens, float32, tolerance 2^-24, {last['threads']} threads, {where if len(stages) > 1 else last['machine']}, torch {last['versions']['torch']},"
-        f" {last['date']}, `python evidence/runs/streams.py`."
+        f"Chunks of 512 tokens, float32, tolerance 2^-24, {last['threads']} threads, {where},"
+        f" torch {last['versions']['torch']}, {last['date']}, `python evidence/runs/streams.py`."
     )
-    if ("attack", None) in found:
-        r = found["attack", None]
+    if r := found.get(("attack", None)):
         text += (
-            f" Hostile streams (outliers, far keys that lie along the query, growing norms, keys that are not finite): in {r['rows']:,} rows of"
-            f" heads the bound lay below what was really missing in {r['below']}."
+            " Hostile streams (outliers, far keys that lie along the query, growing norms, keys"
+            f" that are not finite): in {r['rows']:,} rows of heads the bound lay below what was"
+            f" really missing in {r['below']}."
         )
-    return "\n".join([*lines, "", text])
+    return f"{table(['', *models], lines)}\n\n{text}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("models", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--corpus", default="wikitext-2")
     parser.add_argument("--only", action="append", choices=[*STAGES, "attack", "write"])
@@ -372,18 +387,17 @@ def main() -> None:
 
     def keep(stage: str, model: str | None, found: Record) -> None:
         print(stage, model or "", json.dumps(found), flush=True)
-        lines = RECORDS.read_text().splitlines() if RECORDS.exists() else []
-        records = [json.loads(line) for line in lines]
+        records = read(PATH) if PATH.exists() else []
         others = [r for r in records if (r["stage"], r["model"]) != (stage, model)]
         new = {"stage": stage, "model": model, **found, **record.here()}
-        write_whole(RECORDS, "".join(json.dumps(r) + "\n" for r in [*others, new]).encode())
+        write_whole(PATH, "".join(json.dumps(r) + "\n" for r in [*others, new]).encode())
 
     with torch.no_grad():
         if options.models and set(stages) & set(STAGES):
             text = load_corpus(options.corpus)
-            # The test split first, for what is scored; reading a million tokens goes on with the training split.
-            read = np.concatenate([text.test, text.train])[:1_200_000].astype(np.int64)
-            ids = torch.from_numpy(read)[None]
+            # The test split first, for what is scored; a million tokens go on with the other.
+            both = np.concatenate([text.test, text.train])[:1_200_000].astype(np.int64)
+            ids = torch.from_numpy(both)[None]
         for pair in options.models:
             name, _, folder = pair.partition("=")
             model = load(folder).eval()

@@ -1,14 +1,14 @@
-"""How much of the causal work the certificate keeps, layer by layer and head by head, beside a perfect one.
+"""How much of the causal work the certificate keeps, by layer and head, beside a perfect one.
 
-    python evidence/runs/work_kept.py --model output/extrapolate/models/alibi-L128-s0   # rewrites the tables in docs/kernels.md
+    python evidence/runs/work_kept.py --model output/extrapolate/models/alibi-L128-s0
 
-A perfect certificate knows the weights: it leaves the far blocks of a tile that together hold at most `tolerance` of
-the probability of each of its rows. Ours has to know without reading them. Both are the share of the visible
-query-key pairs that lie in visited blocks, float32, for random normal inputs (8 heads of 64) and for the queries and
-keys of a model trained here.
+It rewrites the tables in docs/kernels.md. A perfect certificate knows the weights: it leaves the
+far blocks of a tile that together hold at most `tolerance` of the probability of each of its rows.
+Ours has to know without reading them. Both are the share of the visible query-key pairs that lie
+in visited blocks, float32, for random normal inputs (8 heads of 64) and for the queries and keys
+of a model.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from bench_attention import trained_inputs  # noqa: E402
 from linbias._request import TOLERANCE  # noqa: E402
 from linbias.kernels import core  # noqa: E402
 from linbias.torch import visited  # noqa: E402
-from markers import fill  # noqa: E402
+from markers import fill, parser_of  # noqa: E402
+from markers import table as markdown  # noqa: E402
 
 ROWS, KEYS = core.TILE_ROWS, core.BLOCK_KEYS
 
@@ -35,9 +36,8 @@ def perfect(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
     for h in range(H):
         for rows in keys.split(ROWS):
             stop, far = int(rows[-1]) + 1, int(rows[0]) // KEYS
-            scores = (
-                q[0, h, rows].double() @ k[0, h // (H // k.shape[1]), :stop].double().T * D**-0.5
-            )
+            own = k[0, h // (H // k.shape[1]), :stop].double()
+            scores = q[0, h, rows].double() @ own.T * D**-0.5
             distance = rows[:, None] - keys[:stop]
             scores = (scores - float(slopes[h]) * distance).masked_fill(distance < 0, -torch.inf)
             blocks = scores.softmax(-1)[:, : far * KEYS].unflatten(-1, (far, KEYS)).sum(-1)
@@ -51,23 +51,18 @@ def table(layers: dict[str, tuple[Tensor, Tensor, Tensor]]) -> str:
     """One line per layer: ours / perfect for every head, and their means."""
     heads = next(iter(layers.values()))[0].shape[1]
     slopes = torch.tensor(linbias.slopes(heads), dtype=torch.float32)
-    names = " | ".join(f"head {h}" for h in range(heads))
-    lines = [f"| kept / perfect, % | {names} | mean |", "|---" * (heads + 2) + "|"]
+    rows = []
     for name, (q, k, v) in layers.items():
-        kept, best = (
-            visited(q, k, v, slopes, implementation="cpu").work_kept[0] * 100,
-            perfect(q, k, slopes) * 100,
-        )
-        cells = [f"{a:.1f} / {b:.1f}" for a, b in zip(kept, best, strict=True)]
-        lines.append(f"| {name} | {' | '.join(cells)} | {kept.mean():.1f} / {best.mean():.1f} |")
-        print(lines[-1], flush=True)
-    return "\n".join(lines)
+        kept = visited(q, k, v, slopes, implementation="cpu").work_kept[0] * 100
+        best = perfect(q, k, slopes) * 100
+        pairs = [*zip(kept, best, strict=True), (kept.mean(), best.mean())]
+        rows.append([name, *(f"{a:.1f} / {b:.1f}" for a, b in pairs)])
+        print(*rows[-1], flush=True)
+    return markdown(["kept / perfect, %", *(f"head {h}" for h in range(heads)), "mean"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="an ALiBi model trained here")
     parser.add_argument("--length", type=int, default=8192, help="tokens")
     options = parser.parse_args()
@@ -76,8 +71,9 @@ def main() -> None:
     trained = trained_inputs(options.model, options.length)
     layers = {f"layer {index}": arrays for index, arrays in enumerate(trained)}
     text = (
-        f"{options.length:,} tokens, float32, tolerance 2^-24, tiles of {ROWS} x {KEYS};"
-        f" heads in the order of `linbias.slopes`. `python evidence/runs/work_kept.py`; the model: `make run`, ALiBi."
+        f"{options.length:,} tokens, float32, tolerance 2^-24, tiles of {ROWS} x {KEYS}; heads in"
+        " the order of `linbias.slopes`. `python evidence/runs/work_kept.py`; the model: `make"
+        " run`, ALiBi."
     )
     content = "\n\n".join([table(noise), table(layers), text])
     fill("docs/kernels.md", {"work kept": content})

@@ -1,7 +1,4 @@
-"""`extrapolate`, `embed` and the paper's whole path, killed between and within their steps, end like undisturbed runs.
-
-`evidence/runs/kills.py` does the same to the commands at random moments, and with other signals and full disks.
-"""
+"""`extrapolate`, `embed` and the paper's whole path, killed between and within their steps, end like undisturbed runs."""
 
 from __future__ import annotations
 

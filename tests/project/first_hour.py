@@ -1,8 +1,9 @@
-"""The first hour of a new user, from install to a first own result: `make first-hour`, or `python tests/project/first_hour.py`.
+"""The first hour of a new user, from install to a first own result: `make first-hour`.
 
-Each environment is made anew and gets what `pip install` of a copy of this checkout brings: with no extra, with `torch`,
-`jax`, and `lm`. Inside, as this same file with --inside, run the commands, the messages about what is not installed, and the
-code of README and docs. The sizes are those in README. tests/project/test_first_hour.py does the same, cheaply.
+Each environment is made anew and gets what `pip install` of a copy of this checkout brings: with
+no extra, with `torch`, `jax`, and `lm`. Inside, as this same file with --inside, run the commands,
+the messages about what is not installed, and the code of README and docs. test_first_hour.py does
+the same, cheaply.
 """
 
 import argparse
@@ -20,15 +21,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# Of each environment: the parts of linbias that work there, and the documents whose code runs there.
+# Of each environment: the parts of linbias that work there, and the documents whose code runs
+# there.
 WORKING = {
     "": (),
     "torch": ("linbias.torch",),
     "jax": ("linbias.jax", "linbias.jax.flax"),
-    "lm": (
-        *("linbias.torch", "linbias.models", "linbias.lm"),
-        "linbias.plots",
-    ),
+    "lm": (*("linbias.torch", "linbias.models", "linbias.lm"), "linbias.plots"),
 }
 DOCUMENTS = {
     "": (),
@@ -48,7 +47,7 @@ FIRST_RUN = (
 
 
 def walk(extra: str) -> None:
-    """The commands and messages of a first hour; raises AssertionError for what is not as it should be."""
+    """The commands and messages of a first hour."""
     check_help()
     assert "slope 1/2" in linbias_says("explain")
     doctor = " ".join(linbias_says("doctor").split())
@@ -79,7 +78,7 @@ def check_help() -> None:
 
 
 def check_part(part: str, works: bool, doctor: str) -> None:
-    """A part that is not installed says so, and what installs it, when it or what it offers is imported."""
+    """A part that is not installed says so, and what installs it."""
     try:
         module = importlib.import_module(part)
         for name in getattr(module, "__all__", ()):
@@ -90,9 +89,8 @@ def check_part(part: str, works: bool, doctor: str) -> None:
     else:
         assert works, f"{part} works without what it needs"
         return
-    assert re.fullmatch(
-        r"linbias\S* needs .+ not installed: pip install 'linbias\[\w+\]'", needed
-    ), needed
+    message = r"linbias\S* needs .+ not installed: pip install 'linbias\[\w+\]'"
+    assert re.fullmatch(message, needed), needed
     assert needed in doctor or part in ("linbias.models", "linbias.plots"), needed
 
 
@@ -125,9 +123,8 @@ def run_documents(extra: str) -> None:
 
         for module in ("definition", "explain", "schedules", "near_to_far", "cpu"):
             named = importlib.import_module(f"linbias.{module}")
-            assert not doctest.testmod(
-                named, extraglobs={"np": importlib.import_module("numpy")}
-            ).failed
+            names = {"np": importlib.import_module("numpy")}
+            assert not doctest.testmod(named, extraglobs=names).failed
 
 
 # Outside: making the environments.
@@ -183,12 +180,8 @@ def visit(extra: str, folder: Path) -> None:
         subprocess.run([python, "-c", FIRST_CALL], cwd=work, check=True)
     for words in FIRST_RUN if extra == "lm" else ():
         start = time.monotonic()
-        subprocess.run(
-            [python.with_name("linbias"), *words.split()],
-            cwd=work,
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        command = [python.with_name("linbias"), *words.split()]
+        subprocess.run(command, cwd=work, check=True, stdout=subprocess.DEVNULL)
         print(f"    linbias {words}: {time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -199,7 +192,7 @@ from linbias.torch import attention
 imported = time.process_time()
 attention(*torch.randn(3, 1, 8, 100, 64))
 done = time.process_time()
-print(f"    beyond import torch: import {imported - start:.2f} s, first attention {done - imported:.2f} s of CPU")
+print(f"    beyond torch: import {imported - start:.2f} s, a call {done - imported:.2f} s of CPU")
 """
 
 

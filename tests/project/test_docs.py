@@ -1,4 +1,4 @@
-"""Every example in a docstring and in the README runs, and every public name has a docstring in the agreed form."""
+"""Examples run, public docstrings have the agreed form, and documents say what is so."""
 
 import doctest
 import functools
@@ -7,6 +7,7 @@ import json
 import pkgutil
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -27,7 +28,7 @@ from documents import (
     run_python,
     write_existing_models,
     write_paper_model,
-)
+)  # fmt: skip
 from linbias import cli, explore
 
 MODULES = sorted(
@@ -53,65 +54,43 @@ THOROUGH = (
 
 def quick(values, name):
     """Rows of a test, of which `make test` leaves those of `THOROUGH` out."""
-    return [
-        pytest.param(
-            value, id=name(value), marks=[pytest.mark.thorough] * (name(value) in THOROUGH)
-        )
-        for value in values
-    ]
+    marks = {True: [pytest.mark.thorough], False: []}
+    return [pytest.param(x, id=name(x), marks=marks[name(x) in THOROUGH]) for x in values]
 
 
 @pytest.mark.parametrize("name", quick(MODULES, str))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_docstring_examples_run(name, tmp_path):
     module = importlib.import_module(name)
-    names = {
-        "np": np,
-        "torch": torch,
-        "tmp_path": tmp_path,
-        "tempfile": tempfile,
-        "json": json,
-        "Path": Path,
-    }
-    result = doctest.testmod(module, extraglobs={**vars(module), **names})
+    names = {"np": np, "torch": torch, "tempfile": tempfile, "json": json, "Path": Path}
+    names = {**vars(module), **names, "tmp_path": tmp_path}
+    result = doctest.testmod(module, extraglobs=names)
     assert result.failed == 0
 
 
-PUBLIC = [(linbias, name) for name in linbias.__all__ if name != "near_to_far"]
-PUBLIC += [(linbias.near_to_far, name) for name in ("attention", "share_outside", "window")]
-PUBLIC += [
-    (importlib.import_module("linbias.torch"), n)
-    for n in (
-        "attention",
-        "attention_varlen",
-        "attention_weights",
-        "merge",
-        "visited",
-        "MultiheadAttention",
-        "replace_attention",
-    )
-]
-PUBLIC += [(linbias.jax, name) for name in ("attention", "attention_weights", "merge")]
-PUBLIC += [(linbias.jax.context_parallel, name) for name in ("attention", "needed_halo")]
-PUBLIC += [(linbias.plots, name) for name in ("bias", "loss_by_length", "reach", "weights")]
-PUBLIC += [(explore, name) for name in explore.__all__]
+EXAMPLES = {
+    "linbias": [name for name in linbias.__all__ if name != "near_to_far"],
+    "linbias.near_to_far": ["attention", "share_outside", "window"],
+    "linbias.torch": [
+        *("attention", "attention_varlen", "attention_weights", "merge", "visited"),
+        *("MultiheadAttention", "replace_attention"),
+    ],
+    "linbias.jax": ["attention", "attention_weights", "merge"],
+    "linbias.jax.context_parallel": ["attention", "needed_halo"],
+    "linbias.plots": ["bias", "loss_by_length", "reach", "weights"],
+    "linbias.explore": explore.__all__,
+    **{
+        f"linbias.compat.{module}": getattr(linbias.compat, module).__all__
+        for module in ("chapter", "chapter_torch", "fairseq", "flash_attn", "labml")
+    },
+}
 if find_spec("flax"):  # which has no release for every Python
-    PUBLIC += [
-        (importlib.import_module("linbias.jax.flax"), name)
-        for name in ("attention_fn", "mha_alibi")
-    ]
-PUBLIC += [
-    (getattr(linbias.compat, module), name)
-    for module in ("chapter", "chapter_torch", "fairseq", "flash_attn", "labml")
-    for name in getattr(linbias.compat, module).__all__
-]
+    EXAMPLES["linbias.jax.flax"] = ["attention_fn", "mha_alibi"]
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), PUBLIC, ids=lambda x: x if isinstance(x, str) else x.__name__
-)
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, of in EXAMPLES.items() for n in of])
 def test_public_docstrings_have_the_agreed_parts(module, name):
-    thing = getattr(module, name)
+    thing = getattr(importlib.import_module(module), name)
     text = thing.__doc__ or ""
     assert text[0].isupper() and "." in text.split("\n")[0]
     if name == "Explanation":
@@ -149,9 +128,10 @@ def test_python_examples_of_a_document_run(document, tmp_path, monkeypatch):
     assert run_python(document) == len(blocks(document, "python"))
 
 
-@pytest.mark.parametrize(
-    "document", [d for d in WITH_PYTHON if d.is_relative_to(ROOT / "docs")], ids=name
-)
+OF_THE_SITE = [document for document in WITH_PYTHON if ROOT / "docs" in document.parents]
+
+
+@pytest.mark.parametrize("document", OF_THE_SITE, ids=name)
 def test_a_page_says_what_its_code_needs(document):
     needed = extras_needed(document)
     line = f"The code of this page needs `pip install '.[{','.join(needed)}]'` in a checkout."
@@ -164,15 +144,15 @@ def test_there_are_examples_in_every_guide():
     assert guides <= {name(document) for document in WITH_PYTHON}
 
 
-# A block of another language would be code that nothing runs; in braces stand directives of the site.
+# A block of another language would be code that nothing runs; in braces stand directives of the
+# site.
 LANGUAGES = {"python", "sh", "text", "{include}", "{toctree}", "{eval-rst}", "{commands}"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_no_code_hides_in_another_language(document):
-    opened = re.findall(
-        r"^[`:]{3,}[ \t]*(\S*)", document.read_text(encoding="utf-8"), re.MULTILINE
-    )
+    text = document.read_text(encoding="utf-8")
+    opened = re.findall(r"^[`:]{3,}[ \t]*(\S*)", text, re.MULTILINE)
     assert set(opened[::2]) <= LANGUAGES
 
 
@@ -185,10 +165,8 @@ def test_code_fits_the_width_of_a_page(document):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_prose_is_wrapped(document):
     """At 120 columns, but for tables, links, and what scripts write."""
-    text = document.read_text(encoding="utf-8")
-    text = re.sub(
-        r"^```.*?^```|<!-- ([\w ]+): python .*?<!-- /\1 -->", "", text, flags=re.S | re.M
-    )
+    written = r"^```.*?^```|<!-- ([\w ]+): python .*?<!-- /\1 -->"
+    text = re.sub(written, "", document.read_text(encoding="utf-8"), flags=re.S | re.M)
     long = [line for line in text.splitlines() if len(line) > 120 and line[0] not in "| "]
     assert [line for line in long if "](" not in line and "<" not in line] == []
 
@@ -229,65 +207,64 @@ def test_commands_are_checked_to_the_option():
 
 
 def run_script(name):
-    """A module of runs/."""
-    sys.path.insert(0, str(ROOT / "evidence" / "runs"))
+    """A module of evidence/runs, or the report of the board."""
+    before = list(sys.path)
+    sys.path[:0] = [str(ROOT / "evidence" / x) for x in ("runs", "benchmarks/board")]
     try:
         return importlib.import_module(name)
     finally:
-        sys.path.pop(0)
+        sys.path[:] = before
 
 
-def test_tables_of_abilities_are_those_of_the_implementations():
-    """`python evidence/runs/support.py` writes them."""
-    support = run_script("support")
+def written_parts():
+    """By document and part, what scripts write from records and from the code."""
+    report, encoders, board = map(run_script, ("paper_report", "encoders_report", "report"))
+    read, support = run_script("markers").read, run_script("support")
     for document, implementations in support.DOCUMENTS.items():
-        assert support.table(implementations) in (ROOT / document).read_text(encoding="utf-8")
+        yield (document, "support"), support.table(implementations)
+    for part, text in report.parts(report.read_kept()).items():
+        yield ("docs/paper.md", part), text
+    for part, text in encoders.parts(encoders.Found(read(encoders.RECORDS))).items():
+        yield ("docs/results/encoders.md", part), text
+    for part, text in board.parts(board.RECORDS).items():
+        yield ("docs/results/board.md", part), text
+    for part, text in run_script("conformance_page").written_parts().items():
+        yield ("docs/conformance.md", part), text
+    yield ("docs/guides/endless-texts.md", "measured"), run_script("streams").measured()
+    yield ("docs/numerics.md", "attack"), run_script("attack").table()
+    yield from run_script("design").written_parts().items()
+    yield from run_script("update_readme").written_parts().items()
 
 
-def test_results_are_what_the_records_say():
-    """`evidence/runs/update_readme.py`, `design.py`, and `--only write` of `paper_small.py` and `streams.py` write them."""
-    report, update, minus = (
-        run_script("paper_report"),
-        run_script("update_readme"),
-        run_script("markers").minus,
-    )
-    comparison = report.parts(report.read_kept())
-    parts = {("docs/paper.md", part): text for part, text in comparison.items()}
-    parts["docs/guides/endless-texts.md", "measured"] = run_script("streams").measured()
-    parts |= run_script("design").written_parts()
-    for (document, part), text in {**update.written_parts(), **parts}.items():
+def test_documents_say_what_records_and_code_say():
+    """Each part is written by the command that it names."""
+    minus = run_script("markers").minus
+    for (document, part), text in written_parts():
         written = (ROOT / document).read_text(encoding="utf-8")
         shown = re.search(rf"<!-- {part}: .*? -->\n(.*?)\n<!-- /{part} -->", written, re.DOTALL)
         assert shown and shown[1] == minus(text), f"{document}: {part}"
 
 
 def test_every_part_that_a_script_writes_names_the_command():
-    """The script is there, takes the options of the command, and knows the document and the part."""
-    opened = re.compile(
-        r"<!-- ([\w ]+): python (evidence/(?:runs|benchmarks/board)/\w+\.py)([^\n]*?) -->\n.*?<!-- /\1 -->",
-        re.DOTALL,
-    )
+    """The script is there, takes the options, and knows the document and the part."""
+    script = r"evidence/(?:runs|benchmarks/board)/\w+\.py"
+    opened = rf"<!-- ([\w ]+): python ({script})([^\n]*?) -->\n.*?<!-- /\1 -->"
+    runs, helpers = ROOT / "evidence" / "runs", r"^(?:from|import) (\w+_report)"
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
-        found = opened.findall(text)
+        found = re.findall(opened, text, re.DOTALL)
         assert len(found) == text.count("<!-- /"), f"{document.name}: a part without its command"
         for part, script, options in found:
             source = (ROOT / script).read_text(encoding="utf-8")
-            for helper in re.findall(
-                r"from (\w+_report) import|^import (\w+_report)", source, re.MULTILINE
-            ):
-                source += (ROOT / "evidence" / "runs" / f"{''.join(helper)}.py").read_text(
-                    encoding="utf-8"
-                )
+            for helper in re.findall(helpers, source, re.MULTILINE):
+                source += (runs / f"{helper}.py").read_text(encoding="utf-8")
             assert f'"{part}"' in source and document.name in source, f"{document.name}: {part}"
             assert all(f'"{word}"' in source for word in re.findall(r"--[a-z0-9-]+", options))
 
 
 def test_files_that_documents_point_to_exist():
     for document in DOCUMENTS:
-        prose = re.sub(
-            r"^```.*?^```", "", document.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
-        )
+        prose = re.sub(r"^```.*?^```", "", document.read_text("utf-8"), flags=re.S | re.M)
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", prose):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
@@ -297,9 +274,8 @@ def exists(name):
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
-            return functools.reduce(
-                getattr, parts[end:], importlib.import_module(".".join(parts[:end]))
-            )
+            module = importlib.import_module(".".join(parts[:end]))
+            return functools.reduce(getattr, parts[end:], module)
         except (ImportError, AttributeError):
             continue
     return None
@@ -318,16 +294,10 @@ def test_names_of_ours_that_prose_mentions_exist():
 
 
 def test_no_file_in_the_tree_is_over_200_kb():
-    import subprocess
-
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    listing = ["git", "ls-files", "-z"]
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")
-    sizes = {
-        name: (ROOT / name).stat().st_size
-        for name in listed.stdout.split("\0")
-        if (ROOT / name).is_file()
-    }
+    paths = [(name, ROOT / name) for name in listed.stdout.split("\0")]
+    sizes = {name: path.stat().st_size for name, path in paths if path.is_file()}
     assert {name: size for name, size in sizes.items() if size > 200 * 1024} == {}

@@ -1,10 +1,13 @@
-"""Every example runs, at tiny sizes, and says how. (flax_extrapolation.py: tests/jax/test_flax.py.)
+"""Every example runs, at tiny sizes, and says how. (flax_extrapolation.py:
+tests/jax/test_flax.py.)
 
-An example begins with what it shows and how to run it, and takes sizes as options. `examples/tour.ipynb` is kept with its outputs, which
-are compared with what the cells compute. After a change to it (`pip install nbconvert ipykernel`), run it and take
+An example begins with what it shows and how to run it, and takes sizes as options.
+`examples/tour.ipynb` is kept with its outputs, which are compared with what the cells compute.
+After a change to it (`pip install nbconvert ipykernel`), run it and take
 `application/vnd.jupyter.widget-view+json` out of the explorer's output, which then is its picture:
 
-    jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=False examples/tour.ipynb
+    jupyter nbconvert --to notebook --execute --inplace \\
+        --ExecutePreprocessor.store_widget_state=False examples/tour.ipynb
 """
 
 import ast
@@ -51,16 +54,12 @@ def test_an_example_trains_and_reads_beyond_its_length(name, capsys, monkeypatch
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
-        *SIZES,
-        "flax_extrapolation",
-        "embed_many",
-        "slide",
-    }
+    others = {"flax_extrapolation", "embed_many", "slide"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SIZES} | others
 
 
 def run_cell(source, names):
-    """What a notebook shows below a cell: what it prints, and the words in the picture that its last line makes."""
+    """What a notebook shows below a cell: what it prints, and the words in its picture."""
     tree = ast.parse(source)
     last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None
     with redirect_stdout(io.StringIO()) as printed:
@@ -94,7 +93,7 @@ def without_numbers(printed, drawn):
 @pytest.mark.thorough
 def test_the_tour_shows_what_its_code_computes():
     text = (EXAMPLES / "tour.ipynb").read_text(encoding="utf-8")
-    # The explorer's state takes a megabyte; without it, this would stand before its picture and be an error.
+    # The explorer's state takes a megabyte; without it, this would be an error before its picture.
     assert "vnd.jupyter.widget" not in text
     names, num_shown = {}, 0
     for cell in json.loads(text)["cells"]:
@@ -113,7 +112,8 @@ def test_the_tour_shows_what_its_code_computes():
 def test_the_slide_encoder_answers_for_slides_larger_than_those_of_training(variant, capsys):
     example = load("slide")
     assert "\n    python examples/slide.py" in example.__doc__
-    sizes = "--steps 2 --side 5 --batch 2 --width 8 --heads 2 --layers 1 --test-sides 5 7 --test-slides 6"
+    sizes = "--steps 2 --side 5 --batch 2 --width 8 --heads 2 --layers 1"
+    sizes += " --test-sides 5 7 --test-slides 6"
     results = example.main([*sizes.split(), "--variant", variant])
     assert list(results) == [5, 7] and all(0 <= share <= 1 for share in results.values())
     assert "right answers" in capsys.readouterr().out
@@ -139,7 +139,8 @@ def test_the_existing_model_reads_padded_rows_as_alone():
         both = model(tokens, attention_mask=mask).logits
         alone = model(tokens[1:, 3:]).logits
     torch.testing.assert_close(both[1:, 3:], alone)
-    written = model.generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)  # fmt: skip
+    greedy = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    written = model.generate(tokens, attention_mask=mask, **greedy)
     with torch.no_grad():
         again = model(written, attention_mask=torch.cat([mask, mask[:, :3]], dim=1)).logits
     assert torch.equal(again[:, 8:11].argmax(-1)[0], written[0, 9:])
@@ -166,7 +167,8 @@ def test_processes_share_a_corpus_and_go_on_where_they_were_stopped(tmp_path):
     from linbias.data.tokenizers import byte_tokenizer
     from linbias.models import LinbiasBertConfig, LinbiasBertModel, embed, read_documents
 
-    config = LinbiasBertConfig(vocab_size=256, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)  # fmt: skip
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = LinbiasBertConfig(vocab_size=256, **sizes)
     LinbiasBertModel(config).save_pretrained(tmp_path / "encoder")
     byte_tokenizer().save(tmp_path / "encoder")
     files = [tmp_path / f"part-{number}.jsonl" for number in range(5)]
@@ -178,7 +180,8 @@ def test_processes_share_a_corpus_and_go_on_where_they_were_stopped(tmp_path):
     words = [*launch, EXAMPLES / "embed_many.py", tmp_path / "encoder", vectors]
 
     def start(*given):
-        done = subprocess.run([sys.executable, *words, *given], capture_output=True, text=True, check=True)  # fmt: skip
+        command = [sys.executable, *words, *given]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         return sorted(re.findall(r"rank \d: [^,]*jsonl", done.stdout))
 
     assert start(*files[:2]) == [f"rank {i}: {files[i]}" for i in range(2)]

@@ -1,4 +1,4 @@
-"""The first hour (first_hour.py) in environments that hold what pyproject.toml declares, as links to what is installed here."""
+"""The first hour in environments that hold what pyproject.toml declares, as links."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from linbias.kernels import core
 
 
 def declared(extra: str) -> set[str]:
-    """The names of the distributions that an install with an extra brings, by the metadata of those that are here."""
+    """The distributions that an install with an extra brings, by the metadata that is here."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     of_extras = project["optional-dependencies"]
     wanted = [(word, "") for word in (*project["dependencies"], *of_extras.get(extra, ()))]
@@ -45,20 +45,12 @@ def environment(request, tmp_path_factory):
         for file in metadata.files(name) or ():
             top = file.parts[0]
             if top not in ("..", "__pycache__") and not (folder / top).exists():
-                (folder / top).symlink_to(
-                    Path(str(file.locate())).parents[len(file.parts) - 1] / top
-                )
+                packages = Path(str(file.locate())).parents[len(file.parts) - 1]
+                (folder / top).symlink_to(packages / top)
     (folder / "linbias").mkdir()
-    for path in Path(linbias.__file__).parent.iterdir():
+    bindings = filter(None, (find_spec(f"linbias.{name}") for name in ("_cpu", "_xla")))
+    for path in {*Path(linbias.__file__).parent.iterdir(), *(Path(x.origin) for x in bindings)}:
         (folder / "linbias" / path.name).symlink_to(path)
-    for binding in ("_cpu", "_xla"):
-        spec = find_spec(f"linbias.{binding}")
-        if (
-            spec is not None
-            and spec.origin
-            and not (folder / "linbias" / Path(spec.origin).name).exists()
-        ):
-            (folder / "linbias" / Path(spec.origin).name).symlink_to(spec.origin)
     return request.param, folder
 
 
@@ -66,7 +58,8 @@ def environment(request, tmp_path_factory):
 @pytest.mark.parametrize("environment", WORKING, indirect=True, ids=lambda extra: extra or "core")
 def test_the_first_hour(environment, tmp_path):
     extra, packages = environment
-    code = f"import sys; sys.path[:0] = [{str(packages)!r}, {str(ROOT / 'tests/project')!r}]; import first_hour; first_hour.walk({extra!r})"
+    paths = [str(packages), str(ROOT / "tests/project")]
+    code = f"import sys; sys.path[:0] = {paths}; import first_hour; first_hour.walk({extra!r})"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],  # no site-packages
@@ -100,27 +93,25 @@ esac
 
 @pytest.fixture
 def make(tmp_path):
-    """Run make with such a Python, for an environment in tmp_path; returns what it said, and what Python was asked."""
+    """Run make with such a Python; returns what it said, and what Python was asked."""
     if shutil.which("make") is None:
         pytest.skip("there is no make")
     python, venv = tmp_path / "python3", tmp_path / "venv"
     log = tmp_path / "python3.log"
 
     def run(goal, status=0, pip="true", venv_ends="true"):
-        bin = (
+        link = (
             f"mkdir -p {venv}/bin && touch {venv}/pyvenv.cfg && ln -sf {python} {venv}/bin/python"
         )
-        made = f"{bin} && {venv_ends} && touch {venv}/bin/activate"
+        made = f"{link} && {venv_ends} && touch {venv}/bin/activate"
         python.write_text(TOLD.format(status=status, venv=made, pip=pip))
         python.chmod(0o755)
         for asked in (log, venv / "bin/python.log"):
             asked.unlink(missing_ok=True)
         words = ["make", "-s", f"PYTHON={python}", f"VENV={venv}", f"{venv}/{goal}"]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-        asked = "".join(
-            path.read_text() for path in (log, venv / "bin/python.log") if path.exists()
-        )
-        return done.returncode == 0, done.stderr, asked
+        logs = [path for path in (log, venv / "bin/python.log") if path.exists()]
+        return done.returncode == 0, done.stderr, "".join(path.read_text() for path in logs)
 
     return run
 
@@ -148,7 +139,9 @@ def test_make_clears_no_folder_but_an_environment(make, tmp_path):
     assert f"-m venv {tmp_path}/venv" in asked
 
 
-@pytest.mark.parametrize(("done", "goal", "fails"), [("bin/activate", ".run", "--editable"), (".run", ".dev", "dev")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("done", "goal", "fails"), [("bin/activate", ".run", "--editable"), (".run", ".dev", "dev")]
+)
 def test_make_goes_on_with_an_install_that_stopped(make, tmp_path, done, goal, fails):
     assert make(done)[0]
     full = f'case "$*" in *{fails}*) echo "[Errno 28] No space left on device" >&2; exit 1;; esac'

@@ -1,4 +1,4 @@
-"""The script for a GPU (`evidence/benchmarks/bench_gpu.py`), as far as it needs none: its page, its claims, and what it does of failures."""
+"""The script for a GPU (`evidence/benchmarks/bench_gpu.py`), as far as it needs none."""
 
 import json
 import sys
@@ -54,14 +54,18 @@ def test_a_claim_is_what_the_records_say(gpu):
     token = f"{place}forward of one token against a cache ({sizes}"
     assert f"{token}, as a graph) takes 0.500 ms: 4.00 times as fast as flex." in claims
     assert f"{token}) takes 4.000 ms: no peer ran." in claims
-    for missing in ("forward+backward at 4,096 tokens", "forward at 16,384 tokens", "forward+backward with forget gates",
-                    "the contract's tests", "tests under compute-sanitizer", "a sequence in pieces"):  # fmt: skip
+    for missing in (
+        *("forward+backward at 4,096 tokens", "forward at 16,384 tokens", "the contract's tests"),
+        *("forward+backward with forget gates", "tests under compute-sanitizer"),
+        "a sequence in pieces",
+    ):
         assert f"{place}{missing}: not measured." in claims
 
 
 def test_failed_tests_and_those_that_were_not_reached_are_told(gpu):
     lines = [{"case": "contract", "num_tests": 3}]
-    lines += [{"case": "contract", "test": name, "outcome": how} for name, how in (("a", "passed"), ("b", "failed"))]  # fmt: skip
+    ended = {"a": "passed", "b": "failed"}
+    lines += [{"case": "contract", "test": n, "outcome": how} for n, how in ended.items()]
     assert gpu.page.claims(lines, [])[0] == "the contract's tests: 1 of 3 passed, failed: b."
 
 
@@ -78,9 +82,8 @@ def test_the_page_of_a_run_that_was_cut_says_how_far_it_came(gpu, tmp_path):
     own = "".join(json.dumps(x) + "\n" for x in lines)
     records.write_text(others + own + '{"case": "cut in the mi')
     options = SimpleNamespace(records=records, start=len(others))
-    text = gpu.page.page(
-        gpu.timing.lines_so_far(options), {"speed": "stopped", "decode": "not begun"}, [4096]
-    )
+    fared = {"speed": "stopped", "decode": "not begun"}
+    text = gpu.page.page(gpu.timing.lines_so_far(options), fared, [4096])
     assert "Some GPU, torch 2.11, commit abc, 2026-01-01" in text
     assert "- speed: stopped\n- decode: not begun" in text
     # A quarter of the product takes 0.25 ms at the rate that the device reaches, and the copy 0.1.

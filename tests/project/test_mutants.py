@@ -13,9 +13,8 @@ def test_every_change_can_be_made():
 
 def test_a_target_that_this_machine_cannot_run_is_no_result(tmp_path, monkeypatch):
     program = tmp_path / "attention_test"
-    program.write_text(
-        "#!/bin/sh\necho attention_test: target must be one of avx2, got $1\nexit 2\n"
-    )
+    says = "echo attention_test: target must be one of avx2, got $1"
+    program.write_text(f"#!/bin/sh\n{says}\nexit 2\n")
     program.chmod(0o700)
     monkeypatch.setattr(mutants.Workspace, "build", lambda self, target: program)
     workspace = object.__new__(mutants.Workspace)

@@ -22,7 +22,7 @@ finally:
 
 
 def content(path):
-    """Words, numbers and the colors of cells: what another version of Matplotlib leaves as it is."""
+    """Words, numbers and colors of cells: what another version of Matplotlib leaves as it is."""
     text = path.read_text(encoding="utf-8")
     ElementTree.fromstring(text)
     images = re.findall(r"data:image/png;base64,([^\"]+)", text)

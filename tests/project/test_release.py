@@ -1,6 +1,6 @@
 """What release/wheels.py builds and checks is what the project says that it supports."""
 
-import importlib.util
+import importlib
 import re
 import subprocess
 import tomllib
@@ -11,19 +11,17 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROMISED = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
 
 
-def wheels():
-    spec = importlib.util.spec_from_file_location("wheels", ROOT / "release/wheels.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def wheels(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "release"))
+    return importlib.import_module("wheels")
 
 
-def test_there_is_a_wheel_for_every_python():
-    users = [user for _, users in wheels().BUILDS.values() for user in users]
-    promised = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
-    assert users == promised
+def test_there_is_a_wheel_for_every_python(wheels):
+    assert [user for _, users in wheels.BUILDS.values() for user in users] == PROMISED
     assert PROJECT["project"]["requires-python"] == ">=3.11"  # and no upper bound
 
 
@@ -35,29 +33,23 @@ def test_workflows_call_targets_of_the_makefile_on_the_oldest_and_the_newest_pyt
     targets = re.findall(r" ([a-z][\w-]*)(?= |$)", "\n".join(calls), re.MULTILINE)
     assert {"check", "neon", "macos", "wheels"} <= set(targets)
     assert [name for name in targets if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
-    promised = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
     oldest, newest = workflow["jobs"]["check"]["strategy"]["matrix"]["python"]
-    assert oldest == promised[0] and newest in promised[-2:]  # the last may lack packages still
+    assert oldest == PROMISED[0] and newest in PROMISED[-2:]  # the last may lack packages still
     (pythons,) = (step["with"]["python-version"] for step in steps if "3.12" in str(step))
-    assert set(pythons.split()) == set(promised)  # which the wheels are checked on
+    assert set(pythons.split()) == set(PROMISED)  # which the wheels are checked on
 
 
-def test_wheels_hold_every_target_that_is_compiled():
+def test_wheels_hold_every_target_that_is_compiled(wheels):
     text = (ROOT / "CMakeLists.txt").read_text()
     compiled = ["baseline", *re.search(r"APPEND targets (avx2 .+)\)", text)[1].split()]
-    assert list(wheels().TARGETS) == compiled
+    assert list(wheels.TARGETS) == compiled
 
 
-def test_the_sdist_leaves_out_what_a_build_does_not_need():
-    listed = subprocess.run(
-        ["git", "ls-tree", "--name-only", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_the_sdist_leaves_out_what_a_build_does_not_need(wheels):
+    listing = ["git", "ls-tree", "--name-only", "HEAD"]
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")
     left_out = {name.strip("/") for name in PROJECT["tool"]["scikit-build"]["sdist"]["exclude"]}
     kept = {name for name in listed.stdout.split() if not name.startswith(".")} - left_out
-    assert kept == wheels().SDIST - {"PKG-INFO"}
+    assert kept == wheels.SDIST - {"PKG-INFO"}

@@ -1,4 +1,4 @@
-"""The documentation site: built as `make docs` builds it, with every warning an error, and walked through."""
+"""The documentation site, built as `make docs` builds it, and walked through."""
 
 import html
 import importlib
@@ -6,8 +6,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
 import typer
@@ -20,16 +19,8 @@ from linbias import cli, compat
 pytestmark = pytest.mark.processes
 
 # What a browser fetches without being asked, and what it fetches at a click.
-LOADED = {
-    "audio": "src",
-    "embed": "src",
-    "iframe": "src",
-    "img": "src",
-    "link": "href",
-    "object": "data",
-    "script": "src",
-    "source": "src",
-}
+LOADED = dict.fromkeys(("audio", "embed", "iframe", "img", "script", "source"), "src")
+LOADED |= {"link": "href", "object": "data"}
 
 
 class Page(HTMLParser):
@@ -63,17 +54,9 @@ def pages(site):
 
 
 def target(page, link):
-    """The file of the site, and the place in it, that a link of a page leads to."""
-    parts = urlsplit(link)
-    path = (Path("/") / page).parent / unquote(parts.path) if parts.path else Path("/") / page
-    inside = Path(*[".." if part == ".." else part for part in path.parts])
-    steps = []
-    for part in inside.parts[1:]:
-        if part == "..":
-            steps.pop()
-        else:
-            steps.append(part)
-    return "/".join(steps), unquote(parts.fragment)
+    """The file of the site, and the id in it, that a link of a page leads to."""
+    parts = urlsplit(urljoin(f"/{page}", link))
+    return unquote(parts.path).lstrip("/"), unquote(parts.fragment)
 
 
 def is_elsewhere(link):
@@ -85,14 +68,11 @@ def test_a_page_loads_nothing_from_elsewhere(site, pages):
         remote = {link for link in page.loaded if is_elsewhere(link) and link[:5] != "data:"}
         assert not remote, f"{name}: {remote}"
     for path in site.rglob("*.css"):
-        named = re.findall(
-            r"(?:url\(|@import)\s*[\"']?([^\"')\s]+)", path.read_text(encoding="utf-8")
-        )
+        named = re.findall(r"(?:url\(|@import)\s*[\"']?([^\"')\s]+)", path.read_text("utf-8"))
         assert not [link for link in named if is_elsewhere(link) and link[:5] != "data:"], path
     for path in (*site.rglob("*.js"), site / "explorer.html"):
-        assert not re.search(
-            r"import\(?\s*[\"']https?:|fetch\([\"']https?:", path.read_text("utf-8")
-        )
+        remote = r"import\(?\s*[\"']https?:|fetch\([\"']https?:"
+        assert not re.search(remote, path.read_text("utf-8"))
 
 
 def test_every_link_resolves(site, pages):
@@ -100,12 +80,11 @@ def test_every_link_resolves(site, pages):
         for link in {*page.links, *page.loaded}:
             if is_elsewhere(link):
                 continue
-            path, place = target(name, link)
+            path, part = target(name, link)
             assert (site / path).is_file(), f"{name}: {link}"
-            if path == "explorer.html":  # the place is a state of the page, not a part of it
-                continue
-            if place and path in pages and pages[path].ids:
-                assert place in pages[path].ids, f"{name}: {link}"
+            if part and path in pages and pages[path].ids:
+                # That of the explorer is a state of the page.
+                assert path == "explorer.html" or part in pages[path].ids, f"{name}: {link}"
 
 
 def test_every_page_can_be_reached(pages):
@@ -116,24 +95,20 @@ def test_every_page_can_be_reached(pages):
             reached.add(name)
             links = {*pages[name].links, *pages[name].loaded}
             waiting += [target(name, link)[0] for link in links if not is_elsewhere(link)]
-    assert set(pages) - reached == {
-        "_modules/index.html"
-    }  # which viewcode writes and links nowhere
+    # Which viewcode writes and links nowhere.
+    assert set(pages) - reached == {"_modules/index.html"}
 
 
 def documents(pages):
     """The pages of prose: not the explorer, the search, or listings of sources."""
-    return [
-        name for name in pages if name not in ("explorer.html", "search.html") and name[0] != "_"
-    ]
+    others = ("explorer.html", "search.html")
+    return [name for name in pages if name not in others and name[0] != "_"]
 
 
 def test_every_document_is_a_page(pages):
-    written = {
-        path.relative_to(ROOT / "docs").with_suffix(".html").as_posix()
-        for path in DOCUMENTS
-        if ROOT / "docs" in path.parents
-    }
+    docs = [path for path in DOCUMENTS if ROOT / "docs" in path.parents]
+    html = (path.relative_to(ROOT / "docs").with_suffix(".html") for path in docs)
+    written = {path.as_posix() for path in html}
     assert written - {"LOG.html"} == set(documents(pages))
 
 
@@ -153,14 +128,7 @@ def test_the_site_stays_small(site, pages):
 
 PACKAGES = (
     "linbias",
-    "linbias.cpu",
-    "linbias.torch",
-    "linbias.jax",
-    "linbias.models",
-    "linbias.lm",
-    "linbias.data",
-    "linbias.explore",
-    "linbias.plots",
+    *(f"linbias.{x}" for x in "cpu torch jax models lm data explore plots".split()),
 )
 
 
@@ -170,14 +138,10 @@ def inventory(site):
 
 
 def test_every_public_name_has_an_entry(inventory):
-    entries = {
-        name for kind, items in inventory.items() if kind.startswith("py:") for name in items
-    }
-    public = {
-        f"{name}.{n}"
-        for name in PACKAGES
-        for n in getattr(importlib.import_module(name), "__all__", ())
-    }
+    python = [items for kind, items in inventory.items() if kind.startswith("py:")]
+    entries = {name for items in python for name in items}
+    modules = {name: importlib.import_module(name) for name in PACKAGES}
+    public = {f"{name}.{n}" for name, of in modules.items() for n in getattr(of, "__all__", ())}
     assert not public - entries
     assert "linbias.torch.attention" in entries
 
@@ -190,20 +154,18 @@ def test_names_of_other_libraries_are_listed(site):
                 assert f">{name}<" in page, f"{module}.{name}"
 
 
-# Results that the function which gives them shows, settings, and what needs a model that is trained or stored.
+# Results that the function which gives them shows, settings, and what needs a stored model.
 WITHOUT_EXAMPLE = {
-    "linbias.Explanation", "linbias.torch.Visited", "linbias.data.Corpus", "linbias.lm.ExtrapolateSettings",
-    "linbias.lm.generate", "linbias.models.convert", "linbias.models.unfuse", "linbias.models.Document", "linbias.models.load_tokenizer",
-}  # fmt: skip
+    *("linbias.Explanation", "linbias.torch.Visited", "linbias.data.Corpus"),
+    *("linbias.lm.ExtrapolateSettings", "linbias.lm.generate", "linbias.models.convert"),
+    *("linbias.models.unfuse", "linbias.models.Document", "linbias.models.load_tokenizer"),
+}
 
 
 def test_documented_names_are_few_and_shown_in_use(inventory):
-    names = {
-        name
-        for kind in ("py:function", "py:class")
-        for name, item in inventory[kind].items()
-        if item.uri.endswith(("$", f"#{name}"))  # and not under another name
-    }
+    items = {**inventory["py:function"], **inventory["py:class"]}
+    # And not under another name.
+    names = [name for name, item in items.items() if item.uri.endswith(("$", f"#{name}"))]
     assert 40 < len(names) <= 66
     without = set()
     for name in names:
@@ -228,13 +190,9 @@ def test_formulas_are_mathml(site):
     assert text.count("<math") > 50
 
 
-@pytest.fixture
-def conf(monkeypatch):
+def test_docstrings_become_what_sphinx_reads(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    return importlib.import_module("conf")
-
-
-def test_docstrings_become_what_sphinx_reads(conf):
+    conf = importlib.import_module("conf")
     text = """Give `slope`s a norm.
 
         a = |b| * c_
@@ -243,21 +201,10 @@ def test_docstrings_become_what_sphinx_reads(conf):
 |------|----|
 | `a`  | 1, |
 |      | 2  |"""
-    assert conf.plain_to_rst(text).split("\n") == [
-        "Give `slope`\\ s a norm.",
-        "",
-        "::",
-        "",
-        "        a = |b| * c_",
-        "",
-        "====== ==== ",
-        " name   is  ",
-        "====== ==== ",
-        " `a`    1,  ",
-        "        2   ",
-        "====== ==== ",
-        "",
-    ]
+    rule = "====== ==== "
+    lines = ["Give `slope`\\ s a norm.", "", "::", "", "        a = |b| * c_", ""]
+    lines += [rule, " name   is  ", rule, " `a`    1,  ", "        2   ", rule, ""]
+    assert conf.plain_to_rst(text).split("\n") == lines
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -296,10 +243,9 @@ def test_pictures_follow_the_theme(chromium, site):
     for name, picture in (("index", "extrapolation"), ("ideas/definition", "steps")):
         tab.goto((site / f"{name}.html").as_uri())
         shown = tab.locator(f"article img[src*='{picture}']").filter(visible=True)
-        for theme, source, turned in (
-            ("light", f"{picture}.svg", False),
-            ("dark", f"{picture}{'-dark' * (name == 'index')}.svg", name != "index"),
-        ):
+        dark = f"{picture}{'-dark' * (name == 'index')}.svg"
+        themes = (("light", f"{picture}.svg", False), ("dark", dark, name != "index"))
+        for theme, source, turned in themes:
             tab.evaluate("theme => { document.body.dataset.theme = theme; }", theme)
             assert shown.count() == 1
             assert shown.get_attribute("src").endswith(f"/{source}")

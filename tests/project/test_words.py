@@ -1,4 +1,4 @@
-"""One word, one sign and one unit for one thing, in the source and in the documents (DESIGN section 3)."""
+"""One word, one sign and one unit for one thing (DESIGN section 3)."""
 
 import re
 
@@ -8,7 +8,7 @@ from documents import DOCUMENTS, ROOT
 
 SOURCES = [
     path
-    for folder in ("src", "runs", "examples")
+    for folder in ("src", "evidence/runs", "examples")
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".js", ".html", ".css")
 ]

@@ -1,22 +1,27 @@
-"""The board: engines that people deploy on CPUs, side by side on ALiBi models, with time, memory and error.
+"""The board: engines that people deploy on CPUs, side by side on ALiBi models.
 
-    python evidence/benchmarks/board/board.py                                          # everything: `make board`
-    python evidence/benchmarks/board/board.py --models bloom-560m --lengths 512 2048 --engines linbias ctranslate2
-    python evidence/benchmarks/board/report.py                                         # docs/results/board.md
+    python evidence/benchmarks/board/board.py  # everything: `make board`
+    python evidence/benchmarks/board/board.py --models bloom-560m --lengths 512 --engines linbias
+    onnx python evidence/benchmarks/board/report.py # docs/results/board.md
 
-For each model, type and length there is a process per engine, in that engine's own environment, on the same cores with the same number
-of threads. Processes take turns; those that wait sleep. Up to 2,048 tokens they stay loaded, and a first turn does not
-count; above, where they would not fit in memory together, every turn has a process of its own, which has read 512 tokens before. A turn
-during which anything else used more than a twentieth of the cores is repeated, and kept after some tries with what others used.
-A turn has a limit of time, and a process one of memory. What fails is a row that says how, and the others go on. An engine is not asked at
-the next length when it failed, needed more than ten times the time of the best, or so long that even time proportional to the length
-would pass the limit. Every machine has a file of records. Rows that it has are not measured again, except with --again, which replaces them.
+For each model, type and length there is a process per engine, in that engine's own environment, on
+the same cores with the same number of threads. Processes take turns; those that wait sleep. Up to
+2,048 tokens they stay loaded, and a first turn does not count; above, where they would not fit in
+memory together, every turn has a process of its own, which has read 512 tokens before. A turn
+during which anything else used more than a twentieth of the cores is repeated, and kept after some
+tries with what others used. A turn has a limit of time, and a process one of memory. What fails is
+a row that says how, and the others go on. An engine is not asked at the next length when it
+failed, needed more than ten times the time of the best, or so long that even time proportional to
+the length would pass the limit. Every machine has a file of records. Rows that it has are measured
+again with --again alone, and replaced.
 
-To add an engine: engines/NAME.py with what worker.py asks of it, environments/NAME.txt if it needs packages of its own, its name in `ENGINES`
-here and in `NAMES` of report.py. Try it on --models tiny-bloom --lengths 64 first: its error there must be that of its type.
+To add an engine: engines/NAME.py with what worker.py asks of it, environments/NAME.txt if it needs
+packages of its own, its name in `ENGINES` here and in `NAMES` of report.py. Try it on
+--models tiny-bloom --lengths 64 first: its error there must be that of its type.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -28,6 +33,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +50,10 @@ STAYS = 2048  # tokens up to which processes stay loaded
 WARM = 512  # tokens that a process reads first where it does not
 LOADING_S = 600  # for loading a model, or writing it in an engine's own form
 ENGINES = (
-    *("linbias", "eager", "sdpa", "plain_sdpa", "flex", "ctranslate2", "onnx", "openvino", "llama_cpp"),
-    *("sentence_transformers", "fastembed", "vllm"),
-)  # fmt: skip
+    *("linbias", "eager", "sdpa", "plain_sdpa", "flex", "ctranslate2", "onnx", "openvino"),
+    *("llama_cpp", "sentence_transformers", "fastembed", "vllm"),
+)
+DTYPES = ("float32", "bfloat16")
 Row = dict[str, Any]
 
 
@@ -86,27 +93,16 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment(self.settings.threads),
-            )
+            own = environment(self.settings.threads)
+            self.process = subprocess.Popen(self.command, stderr=log, env=own, **pipes)
 
     def ask(self, request: Row, seconds: float) -> Row:
-        """Send a line, and wait for the answer.
-
-        Raises:
-            Failed: It is an error, or did not come.
-        """
-        assert self.process.stdin and self.process.stdout
-        try:
+        """Send a line, and wait for the answer; `Failed` where it is an error or does not come."""
+        with contextlib.suppress(BrokenPipeError):  # what happened is said below
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # what happened is said below
         if not select.select([self.process.stdout], [], [], seconds)[0]:
             self.end()
             raise Failed(f"more than {seconds:.0f} s")
@@ -121,20 +117,22 @@ class Worker:
 
     def how_it_ended(self) -> str:
         code = self.process.wait()
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]  # fmt: skip
-        last = self.in_words(lines[-1]) if lines else ""
+        said = self.log.read_text(errors="replace").strip()
+        last = self.in_words(said.splitlines()[-1].strip()) if said else ""
         if last.startswith("asked for"):
             return last
-        how = f"ended by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with {code}"  # fmt: skip
+        signalled = f"by signal {-code} ({signal.strsignal(-code)})"
+        how = f"ended {signalled if code < 0 else f'with {code}'}"
         return f"{how}: {last}" if last else how
 
     def in_words(self, text: str) -> str:
         """An error, and for memory the size that was asked for."""
         found = re.search(r"alloc\D.*?(\d{9,})", text)
+        limit = f"{self.settings.memory_gb:g}"
         if found:
-            return f"asked for {int(found[1]) / 1e9:.0f} GB more, of {self.settings.memory_gb:g} in all"  # fmt: skip
+            return f"asked for {int(found[1]) / 1e9:.0f} GB more, of {limit} in all"
         if re.search(r"MemoryError|bad_alloc|out of memory|annot allocate memory", text):
-            return f"asked for more than {self.settings.memory_gb:g} GB"
+            return f"asked for more than {limit} GB"
         return text.replace(str(ROOT) + "/", "")[:200]
 
     def end(self) -> None:
@@ -142,37 +140,33 @@ class Worker:
             self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
-            try:
-                if stream:
-                    stream.close()
-            except BrokenPipeError:
-                pass
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Every engine's libraries are told the same number of threads, and nothing else about them."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_"))}  # fmt: skip
-    return kept | {
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-    }
+    """Every engine's libraries are told the same number of threads, and nothing else."""
+    theirs = ("OMP_", "GOMP_", "KMP_", "MKL_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+    more = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return kept | quiet | more
 
 
 class Referee:
     """Measures what the output does not have yet."""
 
     def __init__(self, settings: Settings, make: Callable[[str, str, int], Path | None]) -> None:
-        """make: (model, type, length) -> the reference; makes model and reference where they are missing."""
+        """make: (model, type, length) -> the reference; makes what is missing."""
         self.settings, self.make = settings, make
         self.rows: list[Row] = []
         if settings.output.exists():
             self.rows = [json.loads(line) for line in settings.output.read_text().splitlines()]
         self.prepared: dict[tuple[str, str, str], str | None] = {}
 
-    def run(self, names: Iterable[str], dtypes: Sequence[str], lengths: Sequence[int] | None) -> None:  # fmt: skip
+    def run(
+        self, names: Iterable[str], dtypes: Sequence[str], lengths: Sequence[int] | None
+    ) -> None:
         start = time.monotonic()
         self.absent = self.install()
         for name in names:
@@ -188,12 +182,11 @@ class Referee:
         self.pythons: dict[str, Path] = {}
         for engine in self.settings.engines:
             packages = self.settings.package_lists / f"{engine}.txt"
-            if packages.exists() and not (self.settings.board / "environments" / engine).exists():
+            folder = self.settings.board / "environments" / engine
+            if packages.exists() and not folder.exists():
                 say(f"installing {engine}")
             try:
-                self.pythons[engine] = environments.interpreter(
-                    packages, self.settings.board / "environments" / engine
-                )
+                self.pythons[engine] = environments.interpreter(packages, folder)
             except environments.NotInstalled as error:
                 row = {"engine": engine, "absent": f"pip: {error}"}
                 if row not in self.rows:
@@ -201,9 +194,9 @@ class Referee:
         return set(self.settings.engines) - set(self.pythons)
 
     def case(self, name: str, dtype: str, length: int) -> None:
-        """All engines that have no row yet (or with `again` those that have one too), on one text."""
-        place = {"model": name, "dtype": dtype, "length": length}
-        before = [row for row in self.rows if place.items() <= row.items() and row["engine"] in self.settings.engines]  # fmt: skip
+        """All engines that have no row yet (with `again` those that have one too), on one text."""
+        case = {"model": name, "dtype": dtype, "length": length}
+        before = [row for row in self.rows if case.items() <= row.items()]
         done = set() if self.settings.again else {row["engine"] for row in before}
         engines = [e for e in self.settings.engines if e not in done and e not in self.absent]
         if not engines:
@@ -219,13 +212,14 @@ class Referee:
         if self.settings.again:
             self.forget([row for row in before if row["engine"] in engines])
         for engine in engines:
-            row = {"engine": engine, **place}
+            row = {"engine": engine, **case}
             row |= {"failed": failed[engine]} if engine in failed else turns.found[engine]
             self.write(row)
 
     def not_asked(self, engine: str, name: str, dtype: str, length: int) -> str | None:
         """Why an engine is not asked, from what it did at the shorter lengths."""
-        same = [row for row in self.rows if row.get("model") == name and row["dtype"] == dtype and row["length"] < length]  # fmt: skip
+        case = {"model": name, "dtype": dtype}.items()
+        same = [row for row in self.rows if case <= row.items() and row["length"] < length]
         own = [row for row in same if row["engine"] == engine]
         if not own:
             return None
@@ -235,7 +229,8 @@ class Referee:
                 return str(last["failed"])
             return f"not asked: failed at {last['length']:,}"
         took = statistics.median(last["read_s"])
-        best = min(statistics.median(row["read_s"]) for row in same if row["length"] == last["length"] and "read_s" in row)  # fmt: skip
+        beside = [r for r in same if r["length"] == last["length"] and "read_s" in r]
+        best = min(statistics.median(row["read_s"]) for row in beside)
         if took > 10 * best:
             return f"not asked: {took / best:.0f} times the best at {last['length']:,}"
         if took * length / last["length"] > self.settings.timeout:
@@ -259,11 +254,11 @@ class Referee:
         return self.prepared[key]
 
     def worker(self, engine: str, name: str, dtype: str, todo: str) -> Worker:
-        python, script = self.pythons[engine], HERE / "worker.py"
-        file = self.settings.engine_files / f"{engine}.py"
-        command = (python, script, file, todo, name, dtype, self.settings.threads, self.settings.memory_gb, self.settings.board)  # fmt: skip
-        log = self.settings.board / "logs" / f"{engine}-{name}-{dtype}-{todo}.txt"
-        return Worker(engine, self.settings, [str(part) for part in command], log)
+        given, file = self.settings, self.settings.engine_files / f"{engine}.py"
+        command = [self.pythons[engine], HERE / "worker.py", file, todo, name, dtype]
+        command += [given.threads, given.memory_gb, given.board]
+        log = given.board / "logs" / f"{engine}-{name}-{dtype}-{todo}.txt"
+        return Worker(engine, given, list(map(str, command)), log)
 
     def forget(self, old: Sequence[Row]) -> None:
         self.rows = [row for row in self.rows if row not in old]
@@ -279,7 +274,10 @@ class Referee:
 class Turns:
     """The engines of one case take turns; those that fail leave, and `failed` says how."""
 
-    def __init__(self, referee: Referee, name: str, dtype: str, length: int, engines: list[str], failed: dict[str, str]) -> None:  # fmt: skip
+    def __init__(
+        self, referee: Referee, name: str, dtype: str, length: int, engines: list[str],
+        failed: dict[str, str],
+    ) -> None:  # fmt: skip
         self.referee, self.settings, self.failed = referee, referee.settings, failed
         self.name, self.dtype, self.length = name, dtype, length
         self.engines, self.workers = engines, dict[str, Worker]()
@@ -294,8 +292,9 @@ class Turns:
                     self.attempt(engine, self.load)
             for number in range(rounds):
                 last = number == rounds - 1
+                turn = partial(self.turn, reference=reference if last else None)
                 for engine in self.engines:
-                    self.attempt(engine, lambda e, last=last: self.turn(e, reference if last else None))  # fmt: skip
+                    self.attempt(engine, turn)
         finally:
             for worker in self.workers.values():
                 worker.end()
@@ -326,7 +325,8 @@ class Turns:
         self.work(worker, self.length if self.stay else min(self.length, WARM), None)
 
     def work(self, worker: Worker, length: int, reference: Path | None) -> Row:
-        request = {"length": length, "tokens": self.settings.tokens, "reference": str(reference) if reference else None}  # fmt: skip
+        request = {"length": length, "tokens": self.settings.tokens}
+        request["reference"] = str(reference) if reference else None
         return worker.ask(request, self.settings.timeout)
 
     def turn(self, engine: str, reference: Path | None) -> None:
@@ -353,8 +353,7 @@ class Turns:
             row["error"] = float(f"{answer['error']:.2e}")
         row["peak_mb"] = max(row.get("peak_mb", 0), answer["peak_mb"])
         row["others"] = round(max(row.get("others", 0.0), share), 2)
-        token = f", {row['token_ms'][-1]:.1f} ms a token" if "token_ms" in row else ""
-        say(f"{self.where(engine)}: {row['read_s'][-1]:.2f} s{token}, {row['peak_mb']:,} MB, error {row.get('error', '')}")  # fmt: skip
+        say(f"{self.where(engine)}: {row}")
 
 
 def say(text: str) -> None:
@@ -368,7 +367,8 @@ def make_with_linbias(board: Path) -> Callable[[str, str, int], Path]:
         reference = models.reference_path(board, name, dtype, length)
         if not reference.exists() or not models.model_folder(board, name, dtype).exists():
             say(f"{name} {dtype} {length:,}: the answer in float64")
-            command = [sys.executable, HERE / "models.py", board, name, "--dtypes", dtype, "--lengths", str(length)]  # fmt: skip
+            command = [sys.executable, HERE / "models.py", board, name, "--dtypes", dtype]
+            command += ["--lengths", str(length)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return reference
 
@@ -376,25 +376,24 @@ def make_with_linbias(board: Path) -> Callable[[str, str, int], Path]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     known = [name for name in models.SHAPES if not name.startswith("tiny")]
-    parser.add_argument("--engines", nargs="+", default=ENGINES, choices=ENGINES, metavar="ENGINE", help=", ".join(ENGINES))  # fmt: skip
-    parser.add_argument("--models", nargs="+", default=known, choices=models.SHAPES, metavar="MODEL", help=", ".join(models.SHAPES))  # fmt: skip
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"))  # fmt: skip
-    parser.add_argument("--lengths", nargs="+", type=int, help="default: 512 to 32,768 tokens for BLOOM, 512 and 8,192 for the others")  # fmt: skip
-    parser.add_argument("--rounds", type=int, help="default: 3 up to 512 tokens, 2 up to 2,048, 1 above")  # fmt: skip
+    parser.add_argument("--engines", nargs="+", default=ENGINES, choices=ENGINES)
+    parser.add_argument("--models", nargs="+", default=known, choices=models.SHAPES)
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
+    parser.add_argument("--lengths", nargs="+", type=int, help="default: 512 and more tokens")
+    parser.add_argument("--rounds", type=int, help="default: 3 up to 512, 2 to 2,048, then 1")
+    never = float("inf")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for a turn")
     parser.add_argument("--memory", type=float, default=20.0, help="GB for a process")
-    parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin nothing after these"
-    )
+    parser.add_argument("--minutes", type=float, default=never, help="begin nothing after these")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tries", type=int, default=3, help="turns before one that others disturbed is kept")  # fmt: skip
-    parser.add_argument("--again", action="store_true", help="measure what the output has too, and replace it")  # fmt: skip
-    parser.add_argument("--board", type=Path, default=ROOT / "build" / "board", help="where environments, models and references are")  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, help="default: evidence/records/board/MACHINE.jsonl"
-    )
+    parser.add_argument("--tries", type=int, default=3, help="before a disturbed turn is kept")
+    parser.add_argument("--again", action="store_true", help="replace what the output has")
+    where = ROOT / "build" / "board"
+    parser.add_argument("--board", type=Path, default=where, help="for environments and models")
+    parser.add_argument("--output", type=Path, help="default: MACHINE.jsonl of the records")
     return parser.parse_args()
 
 
@@ -404,12 +403,13 @@ def main() -> None:
 
     host = here()
     board = options.board.resolve()
-    settings = Settings(
-        output=options.output or RECORDS / "board" / f"{slug(host['machine'])}.jsonl", board=board, engines=options.engines, threads=options.threads, rounds=options.rounds,
-        timeout=options.timeout, memory_gb=options.memory, tries=options.tries, minutes=options.minutes, again=options.again,
-    )  # fmt: skip
+    output = options.output or RECORDS / "board" / f"{slug(host['machine'])}.jsonl"
+    same = ("engines", "threads", "rounds", "timeout", "tries", "minutes", "again")
+    given = {name: getattr(options, name) for name in same}
+    settings = Settings(output=output, board=board, memory_gb=options.memory, **given)
     referee = Referee(settings, make_with_linbias(board))
-    made = {"made": host["date"], "machine": host["machine"], "threads": options.threads, "commit": host["commit"]}  # fmt: skip
+    made = {"made": host["date"], "machine": host["machine"]}
+    made |= {"threads": options.threads, "commit": host["commit"]}
     if made not in referee.rows:
         referee.write(made)
     referee.run(options.models, options.dtypes, options.lengths)

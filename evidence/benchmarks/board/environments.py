@@ -1,8 +1,9 @@
-"""A virtual environment for each engine that has a list of packages, on top of the one that runs this: what it lacks is taken from there."""
+"""An environment for each engine that has a list of packages, on top of the one that runs."""
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -20,13 +21,8 @@ class NotInstalled(Exception):
 def interpreter(packages: Path, folder: Path) -> Path:
     """The Python of an environment, made if it is not there yet or its list has changed.
 
-    Args:
-        packages: A list as `pip install -r` takes it, where lines `#: NAME=value` set variables for pip. If there is no such
-            file, the engine runs where this runs.
-        folder: Where the environment is, or goes.
-
-    Raises:
-        NotInstalled: It cannot be made now, or could not be with this list.
+    Packages are a list as `pip install -r` takes it, where lines `#: NAME=value` set variables for
+    pip; without one the engine runs where this runs.
     """
     if not packages.exists():
         return Path(sys.executable)
@@ -48,23 +44,20 @@ def install(text: str, packages: Path, folder: Path) -> str | None:
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     own = next(folder.glob("lib/python*/site-packages"))
-    ours = [path for path in (*site.getsitepackages(), *site.getusersitepackages().split(":")) if Path(path).is_dir()]  # fmt: skip
+    paths = (*site.getsitepackages(), *site.getusersitepackages().split(":"))
+    ours = [path for path in paths if Path(path).is_dir()]
     (own / "ours.pth").write_text(f"import site; list(map(site.addsitedir, {ours!r}))\n")
-    settings = dict(line[2:].strip().split("=", 1) for line in text.splitlines() if line.startswith("#:"))  # fmt: skip
+    settings = dict(re.findall(r"^#:\s*(\S+?)=(.*?)\s*$", text, re.MULTILINE))
     command = [python, "-m", "pip", "install", "--quiet", "-r", packages]
+    how = {"capture_output": True, "text": True, "timeout": SECONDS}
     try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, **settings},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        variables = {**os.environ, **settings}
+        done = subprocess.run(command, env=variables, check=False, **how)
     except subprocess.TimeoutExpired:
         return f"pip took more than {SECONDS // 60} minutes"
     (folder / "pip.log").write_text(done.stdout + done.stderr)
     if done.returncode == 0:
         return None
-    errors = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith(("[notice]", "hint:"))]  # fmt: skip
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if not line.startswith(("[notice]", "hint:"))]
     return errors[-1].strip()[:300] if errors else f"pip ended with {done.returncode}"

@@ -1,4 +1,4 @@
-"""`plain.py` as a graph for other engines: any length, keys and values of earlier tokens as inputs and outputs."""
+"""`plain.py` as a graph for other engines: caches of any length are inputs and outputs."""
 
 import shutil
 from pathlib import Path
@@ -34,8 +34,7 @@ class Vectors(torch.nn.Module):
 
 def to_onnx(job: Job, folder: Path) -> None:
     """Write model.onnx, with its weights beside it."""
-    model, given, inputs, outputs = example(job, plain.eager)
-    write_onnx(model, given, inputs, outputs, folder)
+    write_onnx(*example(job, plain.eager), folder)
 
 
 def to_fastembed(job: Job, folder: Path) -> None:
@@ -46,18 +45,14 @@ def to_fastembed(job: Job, folder: Path) -> None:
         shutil.copy(path, folder)
 
 
-def write_onnx(model: Any, given: tuple[Any, ...], inputs: list[str], outputs: list[str], folder: Path) -> None:  # fmt: skip
+def write_onnx(
+    model: Any, given: tuple[Any, ...], inputs: list[str], outputs: list[str], folder: Path
+) -> None:
     some = torch.export.Dim.DYNAMIC
     shapes: tuple[Any, ...] = ({1: some},)
     if len(given) > 1:
         shapes = ({1: some}, tuple({2: some} for _ in given[1:]))
     torch.onnx.export(
-        model,
-        given,
-        folder / "model.onnx",
-        input_names=inputs,
-        output_names=outputs,
-        dynamic_shapes=shapes,
-        dynamo=True,
-        external_data=True,
-    )
+        model, given, folder / "model.onnx", input_names=inputs, output_names=outputs,
+        dynamic_shapes=shapes, dynamo=True, external_data=True,
+    )  # fmt: skip

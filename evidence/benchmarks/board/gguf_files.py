@@ -1,4 +1,4 @@
-"""The models of the board as GGUF files, written with the `gguf` package from the weights of `plain.py`."""
+"""The models of the board as GGUF files, from the weights of `plain.py`."""
 
 import gguf
 import numpy as np
@@ -34,7 +34,7 @@ ENCODER = {
 
 
 def write(job: Job) -> None:
-    """Write model.gguf. Matrices keep the type of the model; the rest is float32, as in files of others."""
+    """Write model.gguf: matrices keep their type, the rest is float32, as in others' files."""
     shape = job.shape
     writer = gguf.GGUFWriter(job.converted / "model.gguf", ARCHITECTURES[shape.family])
     writer.add_context_length(32768 + models.ROOM)
@@ -68,12 +68,14 @@ def parts(name: str, weight: Tensor, shape: models.Shape) -> list[tuple[str, Ten
     module, _, kind = name.rpartition(".")
     number = next((part for part in module.split(".") if part.isdigit()), "")
     module = module.replace(f".{number}.", ".{}.")
+    names: tuple[str, ...] = ()
     if shape.task == "embed" and module.endswith("attention.qkv"):
         names = ("attn_q", "attn_k", "attn_v")
-        return [(f"blk.{number}.{n}.{kind}", part) for n, part in zip(names, weight.chunk(3), strict=True)]  # fmt: skip
-    if module.endswith("gated"):
+    elif module.endswith("gated"):
         names = ("ffn_gate", "ffn_up")
-        return [(f"blk.{number}.{n}.{kind}", part) for n, part in zip(names, weight.chunk(2), strict=True)]  # fmt: skip
+    if names:
+        chunks = zip(names, weight.chunk(len(names)), strict=True)
+        return [(f"blk.{number}.{name}.{kind}", part) for name, part in chunks]
     if shape.family == "bloom" and module.endswith("attention.qkv"):
         by_head = weight.unflatten(0, (shape.heads, 3, -1))
         weight = by_head.transpose(0, 1).flatten(0, 2)

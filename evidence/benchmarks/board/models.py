@@ -1,14 +1,17 @@
-"""The models of the board: shapes, random weights in folders as Transformers writes them, and what they answer in float64.
+"""The models of the board: shapes, random weights in folders as Transformers writes them, and what
+they answer in float64.
 
-    python evidence/benchmarks/board/models.py build/board bloom-560m --dtypes float32 --lengths 512 2048
+    python evidence/benchmarks/board/models.py build/board bloom-560m --dtypes float32 --lengths
+    512 2048
 
-Weights are seeded. Those that make queries, keys and values have a standard deviation of 1 / sqrt(width), so that queries and keys
-are near N(0, 1) in each of their numbers, and scores differ by some units before the bias; all others have 0.02. The vocabulary is cut to
-8,192 for all engines alike, so that logits of long texts fit. bfloat16 folders hold the float32 weights, rounded.
+Weights are seeded. Those that make queries, keys and values have a standard deviation of 1 /
+sqrt(width), so that queries and keys are near N(0, 1) in each of their numbers, and scores differ
+by some units before the bias; all others have 0.02. The vocabulary is cut to 8,192 for all engines
+alike, so that logits of long texts fit. bfloat16 folders hold the float32 weights, rounded.
 
-A reference is the logits at the last token of a text, or the vector of it (the mean over tokens, not normalized), computed by linbias in
-float64 from the weights of the folder. At up to 512 tokens it is compared with `plain.py` in float64, and with Transformers' own code
-for BLOOM and MPT.
+A reference is the logits at the last token of a text, or the vector of it (the mean over tokens,
+not normalized), computed by linbias in float64 from the weights of the folder. At up to 512 tokens
+it is compared with `plain.py` in float64, and with Transformers' own code for BLOOM and MPT.
 """
 
 import argparse
@@ -106,25 +109,23 @@ def build(shape: Shape) -> Any:
 
     from linbias.models import LinbiasBertConfig, LinbiasBertModel
 
-    tokens: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}  # fmt: skip
-    length = 32768 + ROOM
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    sizes = dict(zip(names, (shape.width, shape.layers, shape.heads), strict=True))
+    length, width = 32768 + ROOM, 4 * shape.width
     if shape.family == "bloom":
-        return transformers.BloomForCausalLM(transformers.BloomConfig(
-            hidden_size=shape.width, n_layer=shape.layers, n_head=shape.heads, **tokens
-        ))  # fmt: skip
+        config = transformers.BloomConfig(**sizes, **tokens)
+        return transformers.BloomForCausalLM(config)
     if shape.family == "mpt":
-        return transformers.MptForCausalLM(transformers.MptConfig(
-            d_model=shape.width, n_layers=shape.layers, n_heads=shape.heads, max_seq_len=length, **tokens
-        ))  # fmt: skip
+        config = transformers.MptConfig(**sizes, max_seq_len=length, **tokens)
+        return transformers.MptForCausalLM(config)
     if shape.family == "falcon":
-        return transformers.FalconForCausalLM(transformers.FalconConfig(
-            hidden_size=shape.width, num_hidden_layers=shape.layers, num_attention_heads=shape.heads, alibi=True, bias=True,
-            parallel_attn=False, multi_query=False, max_position_embeddings=length, **tokens,
-        ))  # fmt: skip
-    return LinbiasBertModel(LinbiasBertConfig(
-        vocab_size=VOCABULARY, hidden_size=shape.width, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-        intermediate_size=4 * shape.width, train_length=8192, pad_token_id=3,
-    ))  # fmt: skip
+        options = {"alibi": True, "bias": True, "parallel_attn": False, "multi_query": False}
+        options |= {"max_position_embeddings": length}
+        config = transformers.FalconConfig(**sizes, **options, **tokens)
+        return transformers.FalconForCausalLM(config)
+    more = {"intermediate_size": width, "train_length": 8192, "pad_token_id": 3}
+    return LinbiasBertModel(LinbiasBertConfig(vocab_size=VOCABULARY, **sizes, **more))
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -143,7 +144,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def load(folder: Path, dtype: str) -> Any:
-    """A model of the board as Transformers loads it, or for jina as linbias does, in another type if that is asked for."""
+    """A model as Transformers loads it, or for jina as linbias does, in this type."""
     import torch
     import transformers
 
@@ -187,20 +188,21 @@ def check(found: Any, folder: Path, family: str, ids: Any) -> None:
     """Hold linbias' float64 answer against others' code in float64."""
     import plain
 
-    others = {
-        "plain.py": (plain.load(folder, "float64")(ids)[0][0].numpy(), 1e-7)
-    }  # BLOOM writes sqrt(2 / pi) with 8 digits
+    # BLOOM writes sqrt(2 / pi) with 8 digits.
+    others = {"plain.py": (plain.load(folder, "float64")(ids)[0][0].numpy(), 1e-7)}
     if family in ("bloom", "mpt"):  # Falcon's own code rounds slopes to bfloat16 in every type
         # Its softmax is float32 in every type.
         others["Transformers"] = (answer(load(folder, "float64"), ids), 1e-5)
     for other, (says, allowed) in others.items():
         difference = np.abs(found - says).max()
         if not difference < allowed:
-            raise SystemExit(f"models: linbias and {other} differ by {difference:.1e} in float64 ({folder.name})")  # fmt: skip
+            differ = f"linbias and {other} differ by {difference:.1e} in float64"
+            raise SystemExit(f"models: {differ} ({folder.name})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("board", type=Path, help="where models and references go")
     parser.add_argument("names", nargs="+", choices=SHAPES)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])

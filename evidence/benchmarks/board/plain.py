@@ -1,7 +1,9 @@
-"""The models of the board in plain PyTorch, from the weights of their folders: BLOOM, MPT and Falcon are one decoder, jina the encoder.
+"""The models of the board in plain PyTorch, from the weights of their folders: BLOOM, MPT and
+Falcon are one decoder, jina the encoder.
 
-The bias of all heads is made once per call, [H, T, S], as programs without a kernel for it do. It is what ONNX Runtime and OpenVINO are
-given, and what runs on `scaled_dot_product_attention` and FlexAttention where Transformers refuses them for a family.
+The bias of all heads is made once per call, [H, T, S], as programs without a kernel for it do. It
+is what ONNX Runtime and OpenVINO are given, and what runs on `scaled_dot_product_attention` and
+FlexAttention where Transformers refuses them for a family.
 """
 
 import json
@@ -17,14 +19,17 @@ from torch.nn import functional as F
 
 from linbias import slopes
 
-# Each has q [1, H, T, D], k and v [1, H, S, D] and what `bias` of the same name made, and gives [1, H, T, D].
+# Each has q [1, H, T, D], k and v [1, H, S, D] and what `bias` of the same name made, and gives
+# [1, H, T, D].
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+Past = tuple[Tensor, Tensor] | None
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """Scores in memory."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias
-    return F.softmax(scores, -1, dtype=torch.float32 if q.dtype == torch.bfloat16 else None).to(v.dtype) @ v  # fmt: skip
+    dtype = torch.float32 if q.dtype == torch.bfloat16 else None
+    return F.softmax(scores, -1, dtype=dtype).to(v.dtype) @ v
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -44,13 +49,15 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, biased: bool, interleaved: bool, attend: Attend) -> None:  # fmt: skip
+    def __init__(
+        self, width: int, heads: int, biased: bool, interleaved: bool, attend: Attend
+    ) -> None:
         super().__init__()
         self.qkv = nn.Linear(width, 3 * width, biased)
         self.out = nn.Linear(width, width, biased)
         self.heads, self.interleaved, self.attend = heads, interleaved, attend
 
-    def forward(self, x: Tensor, bias: Any, past: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def forward(self, x: Tensor, bias: Any, past: Past = None) -> tuple[Tensor, Tensor, Tensor]:
         if self.interleaved:  # a query, a key and a value of each head after the other
             q, k, v = self.qkv(x).unflatten(-1, (self.heads, 3, -1)).unbind(-2)
         else:
@@ -62,32 +69,34 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, width: int, heads: int, biased: bool, interleaved: bool, tanh: bool, attend: Attend) -> None:  # fmt: skip
+    def __init__(self, width: int, heads: int, biased: bool, tanh: bool, attend: Attend) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width, bias=biased)
-        self.attention = Attention(width, heads, biased, interleaved, attend)
+        self.attention = Attention(width, heads, biased, biased, attend)
         self.norm = nn.LayerNorm(width, bias=biased)
         self.up = nn.Linear(width, 4 * width, biased)
         self.down = nn.Linear(4 * width, width, biased)
         self.activation = partial(F.gelu, approximate="tanh" if tanh else "none")
 
-    def forward(self, x: Tensor, bias: Any, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def forward(self, x: Tensor, bias: Any, past: Past) -> tuple[Tensor, Tensor, Tensor]:
         attended, k, v = self.attention(self.attention_norm(x), bias, past)
         x = x + attended
         return x + self.down(self.activation(self.up(self.norm(x)))), k, v
 
 
 class Decoder(nn.Module):
-    """(ids [1, T], *keys and values of earlier tokens) -> (logits at the last token [1, V], *those of all tokens)."""
+    """(ids [1, T], *earlier keys and values) -> (the last logits [1, V], *those of all)."""
 
-    def __init__(self, family: str, vocabulary: int, layers: int, width: int, heads: int, attend: Attend, bias: Callable[..., Any]) -> None:  # fmt: skip
+    def __init__(
+        self, family: str, vocabulary: int, layers: int, width: int, heads: int, attend: Attend,
+        bias: Callable[..., Any],
+    ) -> None:  # fmt: skip
         super().__init__()
         biased = family != "mpt"
         self.embedding = nn.Embedding(vocabulary, width)
         self.embedding_norm = nn.LayerNorm(width) if family == "bloom" else nn.Identity()
-        self.layers = nn.ModuleList(
-            DecoderLayer(width, heads, biased, biased, family == "bloom", attend) for _ in range(layers)
-        )  # fmt: skip
+        kind = (width, heads, biased, family == "bloom", attend)
+        self.layers = nn.ModuleList(DecoderLayer(*kind) for _ in range(layers))
         self.norm = nn.LayerNorm(width, bias=biased)
         self.bias = bias
         self.register_buffer("slopes", torch.tensor(slopes(heads)), persistent=False)
@@ -121,7 +130,10 @@ class EncoderLayer(nn.Module):
 class Encoder(nn.Module):
     """ids [1, T] -> the mean of the vectors of all tokens [1, width]."""
 
-    def __init__(self, vocabulary: int, layers: int, width: int, heads: int, attend: Attend, bias: Callable[..., Any]) -> None:  # fmt: skip
+    def __init__(
+        self, vocabulary: int, layers: int, width: int, heads: int, attend: Attend,
+        bias: Callable[..., Any],
+    ) -> None:  # fmt: skip
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.types = nn.Embedding(2, width)
@@ -194,18 +206,22 @@ def weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
     return family, found
 
 
-def load(folder: Path, dtype: str, attend: Attend = eager, bias: Callable[..., Any] = dense_bias) -> Any:  # fmt: skip
+def load(
+    folder: Path, dtype: str, attend: Attend = eager, bias: Callable[..., Any] = dense_bias
+) -> Any:
     """The model of a folder."""
     family, found = weights(folder)
     config = json.loads((folder / "config.json").read_text())
     vocabulary, width = found["embedding.weight"].shape
     layers = 1 + max(int(name.split(".")[1]) for name in found if name.startswith("layers."))
-    heads = next(config[key] for key in ("n_head", "n_heads", "num_attention_heads") if key in config)  # fmt: skip
+    names = ("n_head", "n_heads", "num_attention_heads")
+    heads = next(config[name] for name in names if name in config)
     sizes = (vocabulary, layers, width, heads, attend, bias)
     with torch.device("meta"):
         model = Encoder(*sizes) if family == "linbias_bert" else Decoder(family, *sizes)
     # Falcon divides the bias by sqrt(head size), as it does q . k.
-    steepness = torch.tensor(slopes(heads) * ((width // heads) ** -0.5 if family == "falcon" else 1.0))  # fmt: skip
+    divisor = (width // heads) ** 0.5 if family == "falcon" else 1.0
+    steepness = torch.tensor(slopes(heads) / divisor)
     model.slopes = steepness
     model.load_state_dict(found, assign=True)
     model.requires_grad_(False)

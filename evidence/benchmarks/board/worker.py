@@ -1,18 +1,21 @@
-"""What one engine's process runs, in that engine's environment: it reads requests and answers them, a line of JSON each.
+"""One engine's process, in that engine's environment: it answers requests, a line of JSON each.
 
-    {"load": true}                                    -> {"load_s": seconds, "versions": {package: version}}
-    {"length": 512, "tokens": 16, "reference": path}  -> {"read_s", "token_ms", "error", "peak_mb"}
+    {"load": true}                                   -> {"load_s", "versions": {package: version}}
+    {"length": 512, "tokens": 16, "reference": path} -> {"read_s", "token_ms", "error", "peak_mb"}
 
-An engine is a file with a class `Engine(job)`, and may have `PACKAGES`, whose versions count; `refuse(job)`, why it cannot run a
-model, or None; and `prepare(job)`, which writes the engine's own form of the model to `job.converted`, once, in a process of its own.
+An engine is a file with a class `Engine(job)`, and may have `PACKAGES`, whose versions count;
+`refuse(job)`, why it cannot run a model, or None; and `prepare(job)`, which writes the engine's
+own form of the model to `job.converted`, once, in a process of its own.
 
-    Engine.generate(ids, count, tell)    calls `tell` after each of `count` tokens, chosen greedily after `ids`, and returns the
-                                         logits at the last of `ids`, or None if it has none; then Engine.logits(ids) is asked
-    Engine.embed(ids)                    returns the mean of the vectors of all tokens
+    Engine.generate(ids, count, tell)  calls `tell` after each of `count` greedy tokens, returns
+                                       the logits at the last of `ids`, or None if it has none;
+                                       then Engine.logits(ids) is asked
+    Engine.embed(ids)                  returns the mean of the vectors of all tokens
 
-read_s is the time until the first token, or the vector; token_ms the median of the times between the others; peak_mb the most that
-the process has ever had in memory (VmHWM), loading included; error the largest absolute difference from the reference, in a pass
-of its own where `logits` must be asked, which counts nowhere else.
+read_s is the time until the first token, or the vector; token_ms the median of the times between
+the others; peak_mb the most that the process has ever had in memory (VmHWM), loading included;
+error the largest absolute difference from the reference, in a pass of its own where `logits` must
+be asked, which counts nowhere else.
 """
 
 import importlib.util
@@ -75,7 +78,7 @@ def main() -> None:
 
 
 def limit(threads: int, memory_bytes: int) -> None:
-    """Stay on the first cores, be refused more memory, and be the first to end where the machine has no more."""
+    """Stay on the first cores, be refused more memory, and be the first to be ended for it."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -110,7 +113,8 @@ def serve(path: str, job: Job) -> Iterator[dict[str, Any]]:
     start = time.perf_counter()
     module = engine_of(path)
     engine = module.Engine(job)
-    yield {"load_s": round(time.perf_counter() - start, 1), "versions": versions(getattr(module, "PACKAGES", ()))}  # fmt: skip
+    load_s, packages = round(time.perf_counter() - start, 1), getattr(module, "PACKAGES", ())
+    yield {"load_s": load_s, "versions": versions(packages)}
     for line in sys.stdin:
         yield run(engine, job.shape.task, **json.loads(line))
 

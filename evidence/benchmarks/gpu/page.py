@@ -1,36 +1,32 @@
-"""One page of what a run measured: how its stages fared, a line for each claim that could now be made, and the figures.
+"""One page of what a run measured: how its stages fared, what could be claimed, figures.
 
-All of it is computed from records. What a run was cut before, or what failed, says "not measured".
+All is computed from records. What a run was cut before, or what failed, says "not measured".
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from gpu.timing import BACKWARD, FORWARD, GRAPH, is_ours
+from gpu.timing import GRAPH, is_ours
+from record import BACKWARD, FORWARD
+from record import Fields as Line
 
-Line = dict[str, Any]
 NOT_MEASURED = "not measured"
 
 
 def page(lines: list[Line], fared: dict[str, str], lengths: Iterable[int]) -> str:
-    """The page, in Markdown.
-
-    Args:
-        lines: The records of the run.
-        fared: How each stage ended, in words.
-        lengths: Those that the run was asked for.
-    """
+    """The page, in Markdown, from records, how each stage ended, and the lengths asked for."""
+    is_dry = any(line.get("device") == "cpu" for line in lines)
     parts = [
         "# The Triton kernels on a GPU",
         origin(lines),
-        *(["**A dry run: none of its times means anything.**"] if is_dry(lines) else []),
+        *(["**A dry run: none of its times means anything.**"] if is_dry else []),
         "\n".join(f"- {stage}: {how}" for stage, how in fared.items()),
         "## What could be claimed",
         "\n".join(f"- {claim}" for claim in claims(lines, lengths)),
         "## Figures",
-        "Medians, and in brackets the 20th to the 80th percentile; as multiples of the first's, and of"
-        " what the work kept would take at the rates of the device's products and copies.",
+        "Medians, and in brackets the 20th to the 80th percentile; as multiples of the first's,"
+        " and of what the work kept would take at the rates of the device's products and copies.",
         *(table(group, lines) for group in groups(lines).values()),
     ]
     return "\n\n".join(parts) + "\n"
@@ -42,10 +38,6 @@ def origin(lines: list[Line]) -> str:
         return NOT_MEASURED
     versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
     return f"{line['machine']}, {versions}, commit {line['commit']}, {line['date']}"
-
-
-def is_dry(lines: list[Line]) -> bool:
-    return any(line.get("device") == "cpu" for line in lines)
 
 
 def claims(lines: list[Line], lengths: Iterable[int]) -> list[str]:
@@ -63,19 +55,13 @@ def claims(lines: list[Line], lengths: Iterable[int]) -> list[str]:
     said = [outcomes("the contract's tests", "contract", lines)]
     for subject, case, modes, inputs in asked:
         for mode in modes:
-            found = [
-                x
-                for x in lines
-                if (x["case"].startswith(case) if case.endswith("-") else x["case"] == case)
-                and (x.get("mode"), x.get("inputs")) == (mode, inputs)
-            ]
+            own = [x for x in lines if (x.get("mode"), x.get("inputs")) == (mode, inputs)]
+            named = str.startswith if case.endswith("-") else str.__eq__
             words = f"{mode} {subject}"
-            said += comparisons(words, found) or [f"{words}: {NOT_MEASURED}"]
-    said += [
-        *errors(lines),
-        outcomes("tests under compute-sanitizer", "sanitizer", lines),
-        pieces(lines),
-    ]
+            compared = comparisons(words, [x for x in own if named(x["case"], case)])
+            said += compared or [f"{words}: {NOT_MEASURED}"]
+    said += errors(lines)
+    said += [outcomes("tests under compute-sanitizer", "sanitizer", lines), pieces(lines)]
     place = next((f"On an {x['machine']}: " for x in lines if "machine" in x), "")
     return [f"{place}{words}." for words in said]
 
@@ -85,11 +71,8 @@ def comparisons(subject: str, lines: Iterable[Line]) -> list[str]:
     said = []
     for group in groups(lines).values():
         for prefix in ("", GRAPH):
-            timed = [
-                x
-                for x in group
-                if "p50_ms" in x and x["implementation"].startswith(GRAPH) == bool(prefix)
-            ]
+            timed = [x for x in group if "p50_ms" in x]
+            timed = [x for x in timed if x["implementation"].startswith(GRAPH) == bool(prefix)]
             own = next((x for x in timed if is_ours(x["implementation"])), None)
             if own is None:
                 continue
@@ -109,14 +92,13 @@ def comparisons(subject: str, lines: Iterable[Line]) -> list[str]:
 
 
 def outcomes(subject: str, stage: str, lines: list[Line]) -> str:
-    found = [x["outcome"] for x in lines if x["case"] == stage and "outcome" in x]
-    asked = next(
-        (x["num_tests"] for x in lines if x["case"] == stage and "num_tests" in x), len(found)
-    )
-    failed = [x["test"] for x in lines if x["case"] == stage and x.get("outcome") == "failed"]
-    if not found:
+    own = [x for x in lines if x["case"] == stage]
+    ended = [x["outcome"] for x in own if "outcome" in x]
+    asked = next((x["num_tests"] for x in own if "num_tests" in x), len(ended))
+    failed = [x["test"] for x in own if x.get("outcome") == "failed"]
+    if not ended:
         return f"{subject}: {NOT_MEASURED}"
-    words = f"{subject}: {found.count('passed')} of {asked} passed"
+    words = f"{subject}: {ended.count('passed')} of {asked} passed"
     return words + (f", failed: {', '.join(failed)}" if failed else "")
 
 
@@ -138,8 +120,8 @@ def pieces(lines: list[Line]) -> str:
     if line is None:
         return f"a sequence in pieces: {NOT_MEASURED}"
     return (
-        f"a sequence of {line['T']:,} tokens in {line['num_pieces']} pieces differs from the whole by"
-        f" at most {line['error']:.1e} of the largest number, and sends"
+        f"a sequence of {line['T']:,} tokens in {line['num_pieces']} pieces differs from the whole"
+        f" by at most {line['error']:.1e} of the largest number, and sends"
         f" {line['sent_bytes'] / line['all_gather_bytes']:.1%} of what all-gather would"
     )
 
@@ -149,9 +131,8 @@ def groups(lines: Iterable[Line]) -> dict[tuple[Any, ...], list[Line]]:
     found: dict[tuple[Any, ...], list[Line]] = defaultdict(list)
     for line in lines:
         if "implementation" in line and "B" in line and ("p50_ms" in line or "left_out" in line):
-            found[
-                tuple(line.get(key) for key in ("case", "inputs", "B", "H", "D", "mode"))
-            ].append(line)
+            key = tuple(line.get(name) for name in ("case", "inputs", "B", "H", "D", "mode"))
+            found[key].append(line)
     return found
 
 

@@ -1,11 +1,12 @@
 """What a user could run instead, where it is to be had: each name with what makes its call.
 
-Making one may fail, for want of a package or of a backend: whoever makes it says so and goes on. On a CPU, for the dry run,
-FlexAttention is not compiled, and has no backward pass.
+Making one may fail, for want of a package or of a backend: whoever makes it says so and goes on.
+In a dry run FlexAttention is not compiled; on a CPU it has no backward pass.
 """
 
 import importlib.util
 import math
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
+import linbias
 from gpu.timing import Call, Makers
+from linbias._request import TOLERANCE
 
 ROOT = Path(__file__).resolve().parents[3]
 FOX = ROOT / ".external" / "forgetting_attention.py"
@@ -30,9 +33,8 @@ Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 def biased(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Makers:
     """Peers of causal attention with linear biases; of plain attention where the slopes are 0."""
     torch.compiler.reset()  # else the second length is compiled for all lengths, and is slower
-    found = {
-        f"sdpa {name}, no bias": lambda b=b: partial(sdpa, q, k, v, b)
-        for name, b in BACKENDS.items()
+    found: Makers = {
+        f"sdpa {n}, no bias": lambda b=b: partial(sdpa, q, k, v, b) for n, b in BACKENDS.items()
     }
     if not slopes.any():
         return {"flex": lambda: flex(q, k, v), **found}
@@ -55,24 +57,20 @@ def biased(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Makers:
     return found
 
 
-def falling(slopes: Tensor, before: int = 0) -> Score:
-    """The score_mod of causal attention whose queries stand at key `before` and on."""
-
-    def fall(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return s - slopes[h] * (i + before - j)
-
-    return fall
+def falling(slopes: Tensor, before: int = 0, causal: bool = True) -> Score:
+    """The score_mod of attention whose queries stand at key `before` and on."""
+    if not causal:
+        return lambda s, b, h, i, j: s - slopes[h] * (i + before - j).abs()
+    return lambda s, b, h, i, j: s - slopes[h] * (i + before - j)
 
 
 def gated(q: Tensor, k: Tensor, v: Tensor, log_gates: Tensor) -> Makers:
-    """Peers of attention whose scores fall by the sums of -log f over forget gates f; log_gates is [B, H, T], float32."""
+    """Peers of attention whose scores fall by sums of -log f over forget gates f, [B, H, T]."""
     torch.compiler.reset()
-    place = -log_gates.double().cumsum(-1).float()
-
-    def fall(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return s - (place[b, h, i] - place[b, h, j])
-
-    found: Makers = {"flex": lambda: flex(q, k, v, fall)}
+    at = -log_gates.double().cumsum(-1).float()
+    found: Makers = {
+        "flex": lambda: flex(q, k, v, lambda s, b, h, i, j: s - (at[b, h, i] - at[b, h, j]))
+    }
     if FOX.exists():
         found["fox + acp"] = lambda: fox(q, k, v, log_gates)
     found["sdpa cudnn, no bias"] = lambda: partial(sdpa, q, k, v, BACKENDS["cudnn"])
@@ -106,21 +104,21 @@ def flex_like(
     q: Tensor, k: Tensor, score: Score | None, *, window: Tensor | None = None,
     causal: bool = True, backend: str | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
-    """FlexAttention with a score_mod, for arrays of these sizes; a BlockMask says what is hidden, with a window per head that too."""
+    """FlexAttention for arrays of these sizes: a BlockMask hides the future and far keys."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     T, S = q.shape[2], k.shape[2]
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         away = i + (S - T) - j
-        return away >= 0 if window is None else (away >= 0) & (away <= window[h])
+        near = away >= 0 if causal else i >= 0
+        return near if window is None else near & (away.abs() <= window[h])
 
-    def as_is(function: Any) -> Any:
-        return function
+    def compiled(function: Any) -> Any:
+        return function if os.environ.get("TRITON_INTERPRET") == "1" else torch.compile(function)
 
-    compiled = torch.compile if q.is_cuda else as_is
     options: dict[str, Any] = {"score_mod": score}
-    if causal:
+    if causal or window is not None:
         heads = None if window is None else q.shape[1]
         make_mask = compiled(create_block_mask)
         options["block_mask"] = make_mask(seen, None, heads, T, S, device=q.device.type)
@@ -138,22 +136,26 @@ def has_flash_backend() -> bool:
 
 
 def window_per_head(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
-    from bench_attention import window_per_head
-
-    return window_per_head(q, k, slopes).to(q.device)
+    """The window that the largest norms allow, in whole keys: [H]."""
+    norms = (float(torch.linalg.vector_norm(x.float(), dim=-1).max()) for x in (q, k))
+    scale, tolerance = q.shape[-1] ** -0.5, TOLERANCE[str(q.dtype).removeprefix("torch.")]
+    window = linbias.near_to_far.window(
+        slopes.tolist(), *norms, scale=scale, tolerance=tolerance, num_keys=k.shape[2]
+    )
+    return torch.from_numpy(window).ceil().clamp(max=k.shape[2]).long().to(q.device)
 
 
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend, scale: float | None = None
 ) -> Tensor:
-    """PyTorch's attention without a bias, by one of its backends; on a CPU by that which it has."""
+    """PyTorch's attention without a bias, by one of its backends; on a CPU by its only one."""
     with sdpa_kernel(backend) if q.is_cuda else nullcontext():
         causal = q.shape[2] > 1  # of one row every key is visible
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
 
 def columns(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, backend: SDPBackend) -> Call:
-    """SDPA of q and k with 8 more columns, of which two make the bias: the position in two digits, exact in 16 bits."""
+    """SDPA with 8 more columns, of which two make the bias: positions in two digits, exact."""
     B, H, T, D = q.shape
     at = torch.arange(T, device=q.device)
     more_q, more_k = q.new_zeros(2, B, H, T, 8)
@@ -161,13 +163,9 @@ def columns(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, backend: SDPBackend
     more_k[..., :2] = torch.stack((at // 256 * 256, at % 256), -1).to(q.dtype)
 
     def run() -> Tensor:
-        # Backends that want heads of one size get as many empty columns of v.
-        wide = (
-            torch.cat((q, more_q), -1),
-            torch.cat((k, more_k), -1),
-            torch.nn.functional.pad(v, (0, 8)),
-        )
-        return sdpa(*wide, backend, D**-0.5)[..., :D]
+        wide_q, wide_k = torch.cat((q, more_q), -1), torch.cat((k, more_k), -1)
+        wide_v = torch.nn.functional.pad(v, (0, 8))  # for backends that want heads of one size
+        return sdpa(wide_q, wide_k, wide_v, backend, D**-0.5)[..., :D]
 
     return run
 

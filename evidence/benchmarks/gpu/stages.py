@@ -1,4 +1,4 @@
-"""The stages that measure attention; those of other files are suite.py, training.py and tiles.py."""
+"""The stages that measure attention; others are in suite.py, training.py and tiles.py."""
 
 import argparse
 import math
@@ -6,25 +6,20 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import linbias
 import linbias.torch
 import record
 from bench_points import grid
-from gpu import peers
-from gpu.timing import (
-    ALLOWED_ERROR,
-    BACKWARD,
-    FORWARD,
-    GRAPH,
-    Call,
-    Case,
-    Makers,
-    measure,
-)
+from gpu import as_on_a_gpu, peers
+from gpu.timing import ALLOWED_ERROR, GRAPH, Call, Case, Makers, measure
+from linbias.torch import context_parallel
+from record import BACKWARD, FORWARD
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, **options: Any) -> Call:
@@ -33,15 +28,14 @@ def ours(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, **options: Any) -> Cal
 
 def by_definition(slopes: Tensor, **options: Any) -> Callable[..., Tensor]:
     """Out of the last rows in the inputs' precision."""
-    return partial(
-        linbias.torch.attention, slopes=slopes.double(), implementation="dense", **options
-    )
+    options |= {"slopes": slopes.double(), "implementation": "dense"}
+    return partial(linbias.torch.attention, **options)
 
 
 def work_kept(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, **options: Any) -> dict[str, float]:
     """The share of the causal pairs that the Triton kernels read, as a field of the record."""
-    found = linbias.torch.visited(q, k, v, slopes, implementation="triton", **options)
-    return {"work_kept": round(found.work_kept.mean().item(), 4)}
+    seen = linbias.torch.visited(q, k, v, slopes, implementation="triton", **options)
+    return {"work_kept": round(seen.work_kept.mean().item(), 4)}
 
 
 def slopes_of(H: int, options: argparse.Namespace) -> Tensor:
@@ -54,11 +48,8 @@ def random(B: int, H: int, T: int, D: int, options: argparse.Namespace) -> Tenso
     return torch.randn(3, B, H, T, D, device=options.device, dtype=options.dtype)
 
 
-# Attention and its peers
-
-
 def speed(options: argparse.Namespace) -> None:
-    """Forward and backward, and what the device reaches in products and copies: limits to hold them against."""
+    """Forward and backward, and the limits: what the device reaches in products and copies."""
     rates(options)
     for H, D in options.shapes:
         for T in options.lengths:
@@ -68,7 +59,7 @@ def speed(options: argparse.Namespace) -> None:
 
 
 def warm(options: argparse.Namespace) -> None:
-    """Compile what `speed` will time, beside the contract, which computes little: FlexAttention takes seconds for each length."""
+    """Compile what `speed` will time: FlexAttention takes seconds for each length."""
     for (H, D), T in product(options.shapes, options.lengths):
         q, k, v = random(1, H, T, D, options).requires_grad_()
         for name, make in peers.biased(q, k, v, slopes_of(H, options)).items():
@@ -87,13 +78,9 @@ def rates(options: argparse.Namespace) -> None:
     source = torch.zeros(n * n * 8, dtype=torch.uint8, device=options.device)
     target = torch.empty_like(source)
     functions = {"matrix product": lambda: a @ b, "copy": lambda: target.copy_(source)}
-    for name, times in record.interleave(functions, options.repeats).items():
-        work = {"flop": 2 * n**3} if name != "copy" else {"bytes": 2 * source.numel()}
-        line = {"case": "rates", "implementation": name, "dtype": str(options.dtype)[6:], **work}
-        line |= {**record.spread(times), "repeats": options.repeats, **record.here(options.device)}
-        record.write(line, options.records)
-        reached = next(iter(work.values())) / max(line["p50_ms"], 1e-6) / 1e9
-        print(f"{name}: {reached:.2f} {'TB/s' if name == 'copy' else 'TFLOP/s'}", flush=True)
+    more = {"matrix product": {"flop": 2 * n**3}, "copy": {"bytes": 2 * source.numel()}}
+    fields = {"case": "rates", "dtype": str(options.dtype).removeprefix("torch.")}
+    record.compare(fields, functions, options, more)
 
 
 def compare(
@@ -114,7 +101,7 @@ def compare(
 
 
 def decode(options: argparse.Namespace) -> None:
-    """One token against a cache, with and without a bound on its norms; each as it is, and as a captured graph without Python."""
+    """One token against a cache, with and without a bound on its norms; also as a graph."""
     H, D = options.shapes[0]
     for B, S in options.caches:
         torch.manual_seed(0)
@@ -135,7 +122,7 @@ def decode(options: argparse.Namespace) -> None:
 
 
 def window_bytes(case: Case, slopes: Tensor) -> dict[str, int]:
-    """Keys and values within the window that the norms allow: what is to be read, as a field of the record."""
+    """A field of the record: keys and values within the window that the norms allow."""
     B, _, S, D = case.k.shape
     window = peers.window_per_head(case.q, case.k, slopes).clamp(max=S)
     return {"window_bytes": int(window.sum()) * 2 * B * D * case.k.element_size()}
@@ -160,9 +147,6 @@ def captured(function: Call) -> Call:
     return replay
 
 
-# Other biases
-
-
 def points(options: argparse.Namespace) -> None:
     """Attention among points of a plane, which has no kernel of its own on a GPU."""
     H, D = options.shapes[-1]
@@ -171,23 +155,18 @@ def points(options: argparse.Namespace) -> None:
         q, k, v = random(1, H, N, D, options)
         where, slopes = grid(N).float().to(options.device), slopes_of(H, options)
 
-        def exact(
-            q: Tensor, k: Tensor, v: Tensor, where: Tensor = where, slopes: Tensor = slopes
-        ) -> Tensor:
-            rows = where[-q.shape[2] :].double()
-            bias = torch.cdist(rows, where.double()) * -slopes[:, None, None]
-            return (q @ k.mT * q.shape[-1] ** -0.5 + bias).softmax(-1) @ v
-
-        case = Case(f"points-{N}", q, k, v, exact, causal=False)
+        case = Case(f"points-{N}", q, k, v, partial(exact_points, where, slopes), causal=False)
         attend = partial(linbias.torch.attention_points, *case.leaves, where, slopes)
-        measure(
-            case,
-            {
-                "blocked": lambda attend=attend: partial(attend, implementation="blocked"),
-                **peers.among_points(*case.leaves, where, slopes),
-            },
-            options,
-        )
+        makers: Makers = {
+            "blocked": lambda attend=attend: partial(attend, implementation="blocked")
+        }
+        measure(case, makers | peers.among_points(*case.leaves, where, slopes), options)
+
+
+def exact_points(where: Tensor, slopes: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Out of the last rows in the inputs' precision."""
+    bias = torch.cdist(where[-q.shape[2] :].double(), where.double()) * -slopes[:, None, None]
+    return (q @ k.mT * q.shape[-1] ** -0.5 + bias).softmax(-1) @ v
 
 
 def gates(options: argparse.Namespace) -> None:
@@ -197,22 +176,14 @@ def gates(options: argparse.Namespace) -> None:
         q, k, v = random(1, H, T, D, options)
         logs = peers.log_gates(1, H, T, options.device)
         at, ones = -logs.double().cumsum(-1), torch.ones(H, device=options.device)
-
-        def exact(q: Tensor, k: Tensor, v: Tensor, at: Tensor = at, ones: Tensor = ones) -> Tensor:
-            return by_definition(ones, positions=at)(q, k, v)
-
-        case = Case(f"gates-{T}", q, k, v, exact)
+        case = Case(f"gates-{T}", q, k, v, by_definition(ones, positions=at))
         case.fields["triton"] = partial(work_kept, q, k, v, ones, positions=at)
         learned = at.clone().requires_grad_()
-        measure(
-            case,
-            {
-                "triton": partial(ours, *case.leaves, ones, positions=at),
-                "triton, learned": partial(ours, *case.leaves, ones, positions=learned),
-                **peers.gated(*case.leaves, logs),
-            },
-            options,
-        )
+        makers: Makers = {
+            "triton": partial(ours, *case.leaves, ones, positions=at),
+            "triton, learned": partial(ours, *case.leaves, ones, positions=learned),
+        }
+        measure(case, makers | peers.gated(*case.leaves, logs), options)
 
 
 def accuracy(options: argparse.Namespace) -> None:
@@ -236,25 +207,52 @@ def accuracy(options: argparse.Namespace) -> None:
             print(f"{line['case']} {name:20} {error[0]:.2e} {error[1]:.2e}", flush=True)
 
 
-# Pieces
-
-
 def pieces(options: argparse.Namespace) -> None:
-    """A sequence in pieces on processes that share the device: whether it is right, and what is sent. Its times say nothing."""
+    """A sequence on processes that share the device: whether it is right, and what is sent."""
     from ranks import Ranks
 
     (H, D), T = options.shapes[-1], max(options.lengths)
     with Ranks(options.ranks) as ranks:
         given = (H, T, D, options.device, options.dtype)
-        found = ranks.run("gpu.piece:attend", [given] * options.ranks)
-    errors, sent, whole = zip(*found, strict=True)
+        results = ranks.run("gpu.stages:attend_on_a_rank", [given] * options.ranks)
+    errors, sent, whole = zip(*results, strict=True)
+    shape, dtype = (1, H, T, D), str(options.dtype).removeprefix("torch.")
     line = {
-        "case": f"pieces-{T}", "implementation": "triton", "mode": BACKWARD,
-        "B": 1, "H": H, "G": H, "T": T, "S": T, "D": D, "dtype": str(options.dtype)[6:],
-        "inputs": "random normal", "num_pieces": options.ranks, "error": max(errors),
-        "sent_bytes": sum(sent), "all_gather_bytes": sum(whole), **record.here(options.device),
+        **record.fields(f"pieces-{T}", shape, shape, dtype, BACKWARD), "implementation": "triton",
+        "num_pieces": options.ranks, "error": max(errors), "sent_bytes": sum(sent),
+        "all_gather_bytes": sum(whole),
     }  # fmt: skip
-    record.write(line, options.records)
+    record.write(line | record.here(options.device), options.records)
     print(f"off by {max(errors):.2g}, {sum(sent):,} bytes sent, all-gather {sum(whole):,}")
     if not max(errors) < ALLOWED_ERROR:
         raise SystemExit("pieces and the whole differ")
+
+
+def attend_on_a_rank(
+    H: int, T: int, D: int, device: str, dtype: torch.dtype
+) -> tuple[float, int, int]:
+    """A rank's relative error, the bytes that it sends, and those of all-gather."""
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, H, T, D, device=device, dtype=dtype)
+    sent = 0
+    exchange = dist.all_to_all_single
+
+    def counted(received: Tensor, given: Tensor, *rest: object, **options: object) -> object:
+        nonlocal sent
+        sent += given.nbytes
+        return exchange(received, given, *rest, **options)
+
+    def results(attention: Callable[..., Tensor], *arrays: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in arrays[:3]]
+        out = attention(*leaves, implementation="triton")
+        return [out, *torch.autograd.grad(out, leaves, arrays[3])]
+
+    with as_on_a_gpu():
+        own = [context_parallel.shard(x, 2) for x in (q, k, v, dout)]
+        with mock.patch.object(dist, "all_to_all_single", counted):
+            ours = results(context_parallel.attention, *own)
+        whole = results(linbias.torch.attention, q, k, v, dout)
+    pairs = zip(ours, (context_parallel.shard(x, 2) for x in whole), strict=True)
+    error = max(((x - true).abs().max() / true.abs().max()).item() for x, true in pairs)
+    others = dist.get_world_size() - 1
+    return error, sent, 2 * others * (own[1].nbytes + own[2].nbytes)

@@ -6,13 +6,14 @@ from itertools import product
 from typing import Any
 
 from gpu.stages import by_definition, ours, random, slopes_of
-from gpu.timing import BACKWARD, FORWARD, Case, left_out_if_it_fails, write_times
+from gpu.timing import Case, left_out_if_it_fails, write_times
 from linbias.kernels.triton.sizes import Sizes, Tile, forced
 from linbias.torch.impl import triton
+from record import BACKWARD, FORWARD
 
 
 def tiles(options: argparse.Namespace) -> None:
-    """Each kernel's tile exchanged for others, the rest as it is; the first line is the choice of sizes.py."""
+    """Each kernel's tile exchanged for others; the first line is the choice of sizes.py."""
     for H, D in options.shapes:
         compare_tiles(sorted(options.lengths)[len(options.lengths) // 2], H, D, options)
 
@@ -24,15 +25,13 @@ def compare_tiles(T: int, H: int, D: int, options: argparse.Namespace) -> None:
     for kernel, choices in tile_choices(chosen, options).items():
         mode = BACKWARD if kernel != "forward" else FORWARD
         case = Case(f"tiles-{kernel}-{T}", q, k, v, by_definition(slopes), modes=(mode,))
-
-        case.enter(mode)
+        fields, gone = case.enter(mode), set[str]()
 
         def run(sizes: Sizes, case: Case = case, mode: str = mode) -> Any:
             with forced(sizes):  # backward as well
                 return case.call(ours(*case.leaves, slopes), mode)
 
         functions = {"triton, as chosen": partial(run, chosen)}
-        fields, gone = {**case.sizes, "mode": mode}, set[str]()
         for tile in choices:
             name = f"tile {tuple(tile)}"
             with left_out_if_it_fails(fields, name, gone, options):  # too large, most likely

@@ -1,8 +1,8 @@
-"""How one case is checked, timed and recorded: every implementation against float64, then all in turn.
+"""How one case is checked against float64, timed in turn, and recorded.
 
-An implementation that cannot run, or is wrong, is recorded as left out, with the reason, and costs the others nothing. One
-that leaves the device in error, after which nothing runs in this process, ends it with the status AGAIN: the script starts
-the stage once more, which goes on behind what is recorded.
+One that cannot run, or is wrong, is recorded as left out, with the reason, and costs the others
+nothing. One that leaves the device in error ends this process with the status AGAIN: the script
+starts the stage once more, which goes on behind what is recorded.
 """
 
 import argparse
@@ -18,27 +18,26 @@ import torch
 from torch import Tensor
 
 import record
+from record import BACKWARD, FORWARD, Fields, synchronize
 
 Call = Callable[[], Any]
 Makers = dict[str, Callable[[], Call]]
-FORWARD, BACKWARD = "forward", "forward+backward"
 AGAIN = 75
 ROWS = 8  # the last ones, which are compared with float64
 ALLOWED_ERROR = 2e-2  # of the largest number, for 16 bits
-# How names begin: those of ours, of which one that fails is a failure of its stage, and those of calls captured as graphs.
-OURS, GRAPH = ("triton", "blocked"), "graph: "
-OTHERWISE = (
-    ", no bias"  # how names of what computes something else end: they stand there for scale
-)
+# How names begin: those of ours, of which one that fails is a failure of its stage, and those of
+# calls captured as graphs; and how those end that compute something else, and stand there for
+# scale.
+OURS, GRAPH, OTHERWISE = ("triton", "blocked"), "graph: ", ", no bias"
+IDENTITY = ("case", "mode", *"BHGTSD", "dtype", "inputs")
 
 
 @dataclass
 class Case:
     """Inputs, and what must come of them.
 
-    Attributes:
-        exact: Gives out of the last rows of q, and k and v, all in float64.
-        fields: What gives more for the record of an implementation, by its name.
+    `exact` gives out of the last rows of q, and k and v, in float64; `fields` gives more for the
+    record of an implementation, by its name.
     """
 
     name: str
@@ -49,22 +48,20 @@ class Case:
     inputs: str = "random normal"
     causal: bool = True
     modes: tuple[str, ...] = (FORWARD, BACKWARD)
-    fields: dict[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
+    fields: dict[str, Callable[[], Fields]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.q, self.k, self.v = self.leaves = [x.detach() for x in (self.q, self.k, self.v)]
         self.dout = torch.randn_like(self.q)
 
-    @property
-    def sizes(self) -> dict[str, Any]:
-        (B, H, T, D), (G, S) = self.q.shape, self.k.shape[1:3]
-        sizes = {"B": B, "H": H, "G": G, "T": T, "S": S, "D": D, "dtype": str(self.q.dtype)[6:]}
-        return {"case": self.name, **sizes, "inputs": self.inputs}
-
-    def enter(self, mode: str) -> None:
-        """Say which mode the next calls are of: gradients are taken, or not."""
+    def enter(self, mode: str) -> Fields:
+        """Take gradients in the next calls, or not; what is known of them."""
         for x in self.leaves:
             x.requires_grad_(mode == BACKWARD)
+        dtype = str(self.q.dtype).removeprefix("torch.")
+        return record.fields(
+            self.name, self.q.shape, self.k.shape, dtype, mode, self.causal, self.inputs
+        )
 
     def call(self, function: Call, mode: str, dout: Tensor | None = None) -> Any:
         """Out, or the gradients of q, k and v."""
@@ -88,13 +85,13 @@ class Case:
     def check(self, function: Call, mode: str) -> None:
         """Refuse results that are off by more than rounding."""
         if mode == FORWARD:
-            found = {"out": self.call(function, mode)[:, :, -ROWS:]}
+            results = {"out": self.call(function, mode)[:, :, -ROWS:]}
         else:
             dout = torch.zeros_like(self.dout)
             dout[:, :, -ROWS:] = self.dout[:, :, -ROWS:]
             dq, dk, dv = self.call(function, mode, dout)
-            found = {"dq": dq[:, :, -ROWS:], "dk": dk, "dv": dv}
-        for name, x in found.items():
+            results = {"dq": dq[:, :, -ROWS:], "dk": dk, "dv": dv}
+        for name, x in results.items():
             true = self.truth[name]
             error = ((x - true).abs().max() / true.abs().max()).item()
             if not error < ALLOWED_ERROR:
@@ -107,11 +104,10 @@ def measure(case: Case, makers: Makers, options: argparse.Namespace) -> None:
     made: dict[str, Call] = {}
     gone: set[str] = set()
     for mode in case.modes:
-        fields = {**case.sizes, "mode": mode}
+        fields = case.enter(mode)
         gone |= left_out_before(fields, options)
         if is_measured(fields, options):
             continue
-        case.enter(mode)
         functions: dict[str, Call] = {}
         for name in [name for name in makers if name not in gone]:
             with left_out_if_it_fails(fields, name, gone, options):
@@ -120,19 +116,13 @@ def measure(case: Case, makers: Makers, options: argparse.Namespace) -> None:
                 if not name.endswith(OTHERWISE):
                     case.check(made[name], mode)
                 functions[name] = partial(case.call, made[name], mode)
-        B, H, G, T, S, D = (fields[letter] for letter in "BHGTSD")
-        flop = record.flop(B, H, T, S, D, case.causal)
-        moved = record.moved_bytes(B, H, G, T, S, D, case.q.element_size())
-        if mode == BACKWARD:
-            flop, moved = flop * 7 // 2, moved * 3
-        work = {"flop": flop, "bytes": moved, "work_kept": None}
-        more = {name: {**work, **case.fields.get(name, dict)()} for name in functions}
+        more = {name: case.fields[name]() for name in functions if name in case.fields}
         write_times(fields, functions, more, options)
 
 
 @contextmanager
 def left_out_if_it_fails(
-    fields: dict[str, Any], name: str, gone: set[str], options: argparse.Namespace
+    fields: Fields, name: str, gone: set[str], options: argparse.Namespace
 ) -> Iterator[None]:
     """Record a failure, and add the name to those that are `gone`."""
     try:
@@ -141,9 +131,9 @@ def left_out_if_it_fails(
     except Exception as problem:
         gone.add(name)
         reason = f"{type(problem).__name__}: {problem}".strip().split("\n")[0][:200]
-        line = {**fields, "implementation": name, "left_out": reason}
+        line = {**_identity(fields), "implementation": name, "left_out": reason}
         record.write(line, options.records)
-        print(f"{describe(line)} is left out: {problem!s:.2000}", flush=True)
+        print(f"{line} is left out: {problem!s:.2000}", flush=True)
         options.failed |= is_ours(name)
         try:
             synchronize()
@@ -151,39 +141,34 @@ def left_out_if_it_fails(
             raise SystemExit(AGAIN) from problem
 
 
-def left_out_before(fields: dict[str, Any], options: argparse.Namespace) -> set[str]:
+def left_out_before(fields: Fields, options: argparse.Namespace) -> set[str]:
     """What has failed already, of a stage that is started once more."""
-    lines = [line for line in lines_so_far(options) if fields.items() <= line.items()]
-    return {line["implementation"] for line in lines if "left_out" in line}
+    return {line["implementation"] for line in _same(fields, options) if "left_out" in line}
 
 
-def is_measured(fields: dict[str, Any], options: argparse.Namespace) -> bool:
-    return any(fields.items() <= x.items() and "p50_ms" in x for x in lines_so_far(options))
+def is_measured(fields: Fields, options: argparse.Namespace) -> bool:
+    return any("p50_ms" in line for line in _same(fields, options))
+
+
+def _identity(fields: Fields) -> Fields:
+    return {name: fields[name] for name in IDENTITY if name in fields}
+
+
+def _same(fields: Fields, options: argparse.Namespace) -> list[Fields]:
+    """The records of this run of one case and mode."""
+    return [x for x in lines_so_far(options) if _identity(fields).items() <= x.items()]
 
 
 def write_times(
-    fields: dict[str, Any],
+    fields: Fields,
     functions: dict[str, Call],
-    more: dict[str, dict[str, Any]],
+    more: dict[str, Fields],
     options: argparse.Namespace,
 ) -> None:
-    """Time in turn, record and print, beside the first; `more` are fields by implementation."""
-    times = record.interleave(functions, options.repeats)
-    for name, values in times.items():
-        line = {
-            **fields, "implementation": name, **record.spread(values), "repeats": options.repeats,
-            "peak_memory_bytes": peak_memory(functions[name]), **more.get(name, {}),
-            **record.here(options.device),
-        }  # fmt: skip
-        record.write(line, options.records)
-        first = record.spread(next(iter(times.values())))["p50_ms"]
-        ratio = line["p50_ms"] / max(first, 1e-9)
-        print(f"{describe(line)} {line['p50_ms']:9.3f} ms {ratio:6.2f}", flush=True)
-
-
-def describe(line: dict[str, Any]) -> str:
-    words = (line["case"], f"H={line['H']} D={line['D']}", line["inputs"], line["mode"])
-    return f"{'  '.join(words):56} {line['implementation']:28}"
+    """Time in turn, record and print; `more` are fields by implementation."""
+    peaks = {name: {"peak_memory_bytes": peak_memory(run)} for name, run in functions.items()}
+    more = {name: peaks[name] | more.get(name, {}) for name in functions}
+    record.compare(fields, functions, options, more)
 
 
 def is_ours(name: str) -> bool:
@@ -197,23 +182,15 @@ def peak_memory(function: Call) -> int | None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     function()
-    torch.cuda.synchronize()
+    synchronize()
     return torch.cuda.max_memory_allocated() - before
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def lines_so_far(options: argparse.Namespace) -> list[dict[str, Any]]:
+def lines_so_far(options: argparse.Namespace) -> list[Fields]:
     """The records of this run, which begin behind those of others; a line that was cut is none."""
-    if not options.records.exists():
-        return []
-    with options.records.open("rb") as file:
-        file.seek(options.start)
-        found = []
-        for line in file.read().decode().splitlines():
+    lines = []
+    if options.records.exists():
+        for line in options.records.read_bytes()[options.start :].decode().splitlines():
             with suppress(json.JSONDecodeError):
-                found.append(json.loads(line))
-        return found
+                lines.append(json.loads(line))
+    return lines

@@ -1,4 +1,4 @@
-"""The stage that trains: steps of a model beside peers, and a model whose queries and keys serve as inputs."""
+"""The stage that trains: steps beside peers, and a model whose queries and keys are inputs."""
 
 import argparse
 import math
@@ -11,28 +11,20 @@ from torch import Tensor
 
 import linbias
 import linbias.torch
+import record
 from bench_attention import inputs_of
-from gpu import peers
+from gpu import peers, timing
 from gpu.stages import compare, slopes_of
-from gpu.timing import (
-    BACKWARD,
-    OTHERWISE,
-    Call,
-    is_measured,
-    left_out_before,
-    left_out_if_it_fails,
-    write_times,
-)
+from gpu.timing import OTHERWISE, Call
 
 
 def training(options: argparse.Namespace) -> None:
-    """Steps of training a language model; then another is trained, whose queries and keys serve as inputs."""
+    """Steps of a language model; then another is trained, whose queries and keys are inputs."""
     from linbias.data.corpus import load_corpus
 
     corpus = load_corpus("stdlib")
-    train, test = (
-        torch.from_numpy(x.astype("int64")).to(options.device) for x in (corpus.train, corpus.test)
-    )
+    splits = (corpus.train, corpus.test)
+    train, test = (torch.from_numpy(x.astype("int64")).to(options.device) for x in splits)
     training_steps(train, options)
     model = trained(train, options)
     for T in options.lengths[::2]:
@@ -40,43 +32,40 @@ def training(options: argparse.Namespace) -> None:
 
 
 def training_steps(ids: Tensor, options: argparse.Namespace) -> None:
-    """Two layers, one long text at a time: ours, the same model with FlexAttention, and one without positions for scale."""
+    """Two layers, one long text: ours, the same with FlexAttention, one without positions."""
     (H, D), T = options.shapes[0], sorted(options.lengths)[len(options.lengths) // 2]
-    sizes = {"B": 1, "H": H, "G": H, "T": T, "S": T, "D": D, "dtype": str(options.dtype)[6:]}
-    fields = {"case": f"training-step-{T}", **sizes, "inputs": "text", "mode": BACKWARD}
-    if is_measured(fields, options):
+    dtype, shape = str(options.dtype).removeprefix("torch."), (1, H, T, D)
+    case = f"training-step-{T}"
+    fields = record.fields(case, shape, shape, dtype, record.BACKWARD, inputs="text")
+    fields |= {"flop": None, "bytes": None}  # of the whole model
+    if timing.is_measured(fields, options):
         return
-    gone = left_out_before(fields, options)
+    gone = timing.left_out_before(fields, options)
     makers = {"triton": lambda: training_step("alibi", ids[:T], (H, D), options)}
     if options.device == "cuda":
-        like = torch.empty(1, H, T, D, device=options.device, dtype=options.dtype)
-        makers["flex"] = lambda: training_step(
-            "alibi", ids[:T], (H, D), options, flex_instead(like)
-        )
+        like = torch.empty(shape, device=options.device, dtype=options.dtype)
+        flex = flex_instead(like)
+        makers["flex"] = lambda: training_step("alibi", ids[:T], (H, D), options, flex)
     makers[f"sdpa{OTHERWISE}"] = lambda: training_step("none", ids[:T], (H, D), options)
     functions: dict[str, Call] = {}
     losses: dict[str, float] = {}
     for name in [name for name in makers if name not in gone]:
-        with left_out_if_it_fails(fields, name, gone, options):
+        with timing.left_out_if_it_fails(fields, name, gone, options):
             function = makers[name]()
             losses[name] = function().item()
             expected = losses.get("triton", losses[name])
             if not name.endswith(OTHERWISE) and not abs(losses[name] - expected) < 0.02 * expected:
                 raise AssertionError(f"its first loss is {losses[name]:.4f}, not {expected:.4f}")
             functions[name] = function
-    write_times(
-        fields, functions, {n: {"first_loss": round(losses[n], 4)} for n in functions}, options
-    )
+    more = {name: {"first_loss": round(losses[name], 4)} for name in functions}
+    timing.write_times(fields, functions, more, options)
 
 
 def training_step(
-    position: str,
-    ids: Tensor,
-    shape: tuple[int, int],
-    options: argparse.Namespace,
+    position: str, ids: Tensor, shape: tuple[int, int], options: argparse.Namespace,
     instead: Any = None,
-) -> Call:
-    """A function that takes a step, and returns the loss; `instead` takes the place of `linbias.torch.attention`."""
+) -> Call:  # fmt: skip
+    """Takes a step and returns the loss; `instead` stands for `linbias.torch.attention`."""
     from linbias.models import LinbiasConfig, LinbiasForCausalLM
     from linbias.models.decoder import positions
 

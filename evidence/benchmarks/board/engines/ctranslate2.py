@@ -1,4 +1,4 @@
-"""CTranslate2: its converter's model, its `generate_batch` with the prompt read at once. Its own name for a type that it cannot compute in is float32."""
+"""CTranslate2: its converter's model, and `generate_batch` with the prompt read at once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +23,8 @@ def refuse(job: Job) -> str | None:
 
 def prepare(job: Job) -> None:
     loaders = transformers._MODEL_LOADERS
-    # It knows MPT by the name that its remote code had; the modules have the same names in Transformers.
+    # It knows MPT by the name that its remote code had; the modules have the same names in
+    # Transformers.
     loaders.setdefault("MptConfig", loaders["MPTConfig"])
     TransformersConverter(str(job.folder)).convert(str(job.converted / "model"), force=True)
 

@@ -1,4 +1,4 @@
-"""Transformers' own eager attention, as it comes; jina, whose code Transformers lacks, in plain PyTorch with the bias in memory."""
+"""Transformers' own eager attention; jina, which it lacks, in plain PyTorch."""
 
 import decoding
 import plain

@@ -1,4 +1,4 @@
-"""fastembed with a model of one's own: the same ONNX file as `onnx.py` but for the mean, which fastembed takes, and a tokenizer that splits at spaces."""
+"""fastembed with the ONNX file of `onnx.py`, but for the mean, which fastembed takes."""
 
 from collections.abc import Sequence
 from typing import Any

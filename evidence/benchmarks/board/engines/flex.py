@@ -1,4 +1,4 @@
-"""PyTorch's FlexAttention, compiled, with the bias as its score_mod and a causal block mask, in `plain.py`: Transformers refuses it for ALiBi."""
+"""FlexAttention, compiled, in `plain.py`: Transformers refuses it for ALiBi."""
 
 from typing import Any
 
@@ -30,7 +30,8 @@ def bias(slopes: Tensor, T: int, S: int, causal: bool, like: Tensor) -> Any:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, made: Any) -> Tensor:
     change, blocks = made
-    return compiled(q.contiguous(), k.contiguous(), v.contiguous(), score_mod=change, block_mask=blocks)  # fmt: skip
+    arrays = (x.contiguous() for x in (q, k, v))
+    return compiled(*arrays, score_mod=change, block_mask=blocks)
 
 
 class Engine(decoding.Plain):

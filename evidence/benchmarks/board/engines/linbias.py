@@ -1,4 +1,4 @@
-"""linbias: `fuse`, `prepack`, and `generate` of Transformers; encoders with `linbias.models`, prepacked."""
+"""linbias: `fuse`, `prepack`, and Transformers' `generate`; encoders prepacked."""
 
 from typing import Any
 

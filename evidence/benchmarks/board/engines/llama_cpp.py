@@ -1,6 +1,8 @@
-"""llama.cpp through llama-cpp-python: a GGUF file written by `gguf_files.py`, its `generate` and `embed` with their own settings.
+"""llama.cpp through llama-cpp-python: a GGUF file written by `gguf_files.py`, its `generate` and
+`embed` with their own settings.
 
-In float32 the cache of keys and values is float32 too; with bfloat16 weights it is float16, as it comes.
+In float32 the cache of keys and values is float32 too; with bfloat16 weights it is float16, as it
+comes.
 """
 
 from collections.abc import Callable, Sequence

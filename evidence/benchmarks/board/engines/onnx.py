@@ -1,4 +1,4 @@
-"""ONNX Runtime: `plain.py` as `torch.onnx.export` writes it, keys and values as inputs and outputs, in a loop."""
+"""ONNX Runtime: `plain.py` as `torch.onnx.export` writes it, in a loop."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,11 +1,10 @@
-"""OpenVINO: `plain.py` on SDPA as `openvino.convert_model` reads it, with keys and values kept inside, in a loop."""
+"""OpenVINO: `plain.py` on SDPA as `convert_model` reads it, keys and values kept inside."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import openvino as ov
-from openvino import opset13
 from openvino._offline_transformations import apply_make_stateful_transformation
 
 from worker import Job
@@ -19,9 +18,7 @@ def prepare(job: Job) -> None:
 
     program, given, inputs, outputs = exporting.example(job, plain.sdpa)
     model = ov.convert_model(program, example_input=given)
-    for port, name in zip(model.inputs, inputs, strict=True):
-        port.get_tensor().set_names({name})
-    for port, name in zip(model.outputs, outputs, strict=True):
+    for port, name in zip([*model.inputs, *model.outputs], [*inputs, *outputs], strict=True):
         port.get_tensor().set_names({name})
     if len(inputs) > 1:
         begin_empty(model, job)
@@ -31,25 +28,18 @@ def prepare(job: Job) -> None:
 
 def begin_empty(model: Any, job: Job) -> None:
     """Let a new text have no keys and values yet."""
-    heads = job.shape.heads
+    heads, (ids, *caches) = job.shape.heads, model.inputs
     shape = ov.PartialShape([1, heads, -1, job.shape.width // heads])
-    model.reshape({port: ov.PartialShape([1, -1]) if i == 0 else shape for i, port in enumerate(model.inputs)})  # fmt: skip
-    assert opset13
+    model.reshape({ids: ov.PartialShape([1, -1]), **dict.fromkeys(caches, shape)})
 
 
 class Engine:
     def __init__(self, job: Job) -> None:
-        self.model = ov.Core().compile_model(
-            job.converted / "model.xml",
-            "CPU",
-            {
-                "PERFORMANCE_HINT": "LATENCY",
-                "INFERENCE_NUM_THREADS": job.threads,
-                "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[job.dtype],
-                "KV_CACHE_PRECISION": {"float32": "f32", "bfloat16": "bf16"}[job.dtype],
-            },
-        )
-        self.request = self.model.create_infer_request()
+        options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": job.threads}
+        precision = {"float32": "f32", "bfloat16": "bf16"}[job.dtype]
+        options |= dict.fromkeys(("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"), precision)
+        model = ov.Core().compile_model(job.converted / "model.xml", "CPU", options)
+        self.request = model.create_infer_request()
 
     def generate(self, ids: Sequence[int], count: int, tell: Callable[[], None]) -> Any:
         self.request.reset_state()

@@ -1,4 +1,4 @@
-"""PyTorch's `scaled_dot_product_attention` with the bias as its mask, in `plain.py`: what a user can write where Transformers refuses."""
+"""PyTorch's attention with the bias as its mask: what a user can write for any family."""
 
 import decoding
 import plain

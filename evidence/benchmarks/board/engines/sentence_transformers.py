@@ -29,4 +29,5 @@ class Engine:
         self.model.max_seq_length = 8192
 
     def embed(self, ids: Sequence[int]) -> Any:
-        return self.model.encode(" ".join(words(ids)), convert_to_tensor=True, show_progress_bar=False).float().numpy()  # fmt: skip
+        options = {"convert_to_tensor": True, "show_progress_bar": False}
+        return self.model.encode(" ".join(words(ids)), **options).float().numpy()

@@ -16,7 +16,7 @@ def refuse(job: Job) -> str | None:
 
 
 class Engine:
-    """It says no times of single tokens: they are those of longer answers less that of one token."""
+    """It runs step by step, so that each token has a time."""
 
     def __init__(self, job: Job) -> None:
         self.llm = LLM(
@@ -26,7 +26,8 @@ class Engine:
     def generate(self, ids: Sequence[int], count: int, tell: Callable[[], None]) -> Any:
         prompt: Any = {"prompt_token_ids": list(ids)}
         engine = self.llm.llm_engine
-        engine.add_request("0", prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))  # fmt: skip
+        greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        engine.add_request("0", prompt, greedy)
         while engine.has_unfinished_requests():
             engine.step()
             tell()
