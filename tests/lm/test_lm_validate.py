@@ -14,8 +14,7 @@ from torch.nn.functional import cross_entropy
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.lm.generation import generate
 from linbias.lm.settings import TrainSettings
-from linbias.lm.trainer import LanguageModelTrainer
-from linbias.lm.training import train
+from linbias.lm.training import LanguageModelTrainer, train
 from linbias.models.loading import load
 from lm_training import SETTINGS, assert_same_run, history, interrupt, metrics, train_into
 

@@ -15,18 +15,8 @@ from linbias.data.tokenizers import TokenIds
 
 
 class Segments(Dataset[dict[str, Tensor]]):
-    """All segments that a run trains on, one after another, pass after pass over the text.
-
-    Segment i of the text reads tokens i * length to (i + 1) * length - 1 and predicts the token
-    after each; the tokens left over at the end are not used. Every pass has an order of its own,
-    drawn from the seed and the number of the pass. So there is no state to save: step n reads the
-    segments from n * batch_size on. `num_segments` are those of the whole run.
-
-    Example:
-        >>> segments = Segments(np.arange(7, dtype=np.uint8), length=3, num_segments=9, seed=0)
-        >>> batch = segments.__getitems__([0])
-        >>> (batch["labels"] - batch["input_ids"]).tolist()
-        [[1, 1, 1]]
+    """All segments that a run trains on: pass after pass over the text, each in an order of its
+    own, drawn from the seed and the pass's number. So there is no state to save.
     """
 
     def __init__(self, ids: TokenIds, *, length: int, num_segments: int, seed: int) -> None:
@@ -37,7 +27,6 @@ class Segments(Dataset[dict[str, Tensor]]):
         return self.num_segments
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        """The segments of a whole batch at once: `input_ids` and `labels`, int64 [batch, length]."""
         in_passes = [divmod(index, self.per_pass) for index in indices]
         order = [_shuffle(self.seed, number, self.per_pass)[index] for number, index in in_passes]
         starts = np.array(order)[:, None] * self.length
@@ -57,11 +46,8 @@ class HidingSegments(Segments):
 
 
 class InPieces(Dataset[dict[str, Tensor]]):
-    """Segments for processes of which each `pieces` in a row read one sequence, a piece each.
-
-    Data loaders give process r of a run the batches r, r + processes, and so on, of `batch_size`.
-    Here batch j is piece j % pieces of batch j // pieces of the segments: as many columns of it as
-    the others have, or one more.
+    """Segments for processes of which each `pieces` in a row read one sequence, a part each: batch
+    j of the data loaders is part j % pieces of batch j // pieces.
     """
 
     def __init__(self, segments: Segments, pieces: int, batch_size: int) -> None:
@@ -71,7 +57,6 @@ class InPieces(Dataset[dict[str, Tensor]]):
         return len(self.segments) * self.pieces
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        """The piece of a batch: `input_ids` and `labels`, int64 [batch, about length / pieces]."""
         batches = {index // self.batch_size for index in indices}
         assert len(batches) == 1, "a data loader asks for one batch at a time"
         batch, piece = divmod(batches.pop(), self.pieces)

@@ -37,10 +37,7 @@ _TOKENS: dict[type[PreTrainedModel], Any] = {
 
 @dataclass(frozen=True)
 class TextScores:
-    """What `evaluate_text` measured: a result for each length and scale of the slopes.
-
-    `fused` says whether the attention was linbias'.
-    """
+    """What `evaluate_text` measured: a result for each length and scale of the slopes."""
 
     text: TokenText
     results: list[Any]
@@ -48,7 +45,6 @@ class TextScores:
     fused: bool
 
     def rows(self) -> list[Record]:
-        """A record of JSON values for each result."""
         rows = []
         for scale, result in zip(self.slope_scales, self.results, strict=True):
             row = {"split": self.text.split, **self.text.scored(result.num_tokens)}
@@ -59,7 +55,6 @@ class TextScores:
         return rows
 
     def describe(self) -> str:
-        """What was scored, in words."""
         first = self.results[0]
         if isinstance(first, HiddenEvaluation):
             return f"{self.text.name}: {first.describe()}, the same ones at every length"
@@ -81,19 +76,8 @@ def evaluate_text(
     device: str = "auto",
     **options: Any,
 ) -> TextScores:
-    """Scores a causal model, or one that tells hidden tokens, on a text.
-
-    Args:
-        model: As for `linbias.models.load`; or a run that has not finished.
-        corpus, split, max_bytes: As for `read_text`.
-        bar: From a task in words to a progress bar.
-        lengths: Tokens read at a time; None is the length that the model was trained with.
-        slope_scales: Factors on the slopes; None leaves them as they are.
-        train_length: For "interpolate"; None is what the configuration says.
-        fused: Run an existing model on linbias' attention.
-        context_parallel: As for `evaluate`; 1 for other than causal models on linbias' attention.
-        device: "auto" takes a GPU where there is one; or a name of PyTorch.
-        options: Of `evaluate`.
+    """Scores a causal model, or one that tells hidden tokens, on a text, for each of some lengths
+    and scales of the slopes, of which "interpolate" needs the model's `train_length`.
     """
     where = choose_device("evaluate", device)
     with warnings.catch_warnings(), joined(where):

@@ -9,17 +9,8 @@ import torch
 
 
 class PeakMemory:
-    """Measures the highest memory of a `with` block: `peak_bytes`, once the block is left.
-
-    On a CUDA device that is what PyTorch allocated there, else the resident memory of the process.
-    On Linux the kernel's high-water mark is set back when the block is entered, so that an earlier
-    peak is not counted. Where that is not possible, the peak is that since the process began.
-
-    Example:
-        >>> with PeakMemory("cpu") as memory:
-        ...     x = torch.ones(1000)
-        >>> memory.peak_bytes > x.nbytes
-        True
+    """Measures the highest memory of a `with` block: `peak_bytes`, of the CUDA device or the
+    process (since it began, where the kernel's mark cannot be set back).
     """
 
     peak_bytes: int
