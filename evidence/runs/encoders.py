@@ -28,7 +28,7 @@ import encoders_report
 from linbias import _machine
 from linbias._run.files import JsonLog, Record
 from linbias.data.corpus import Corpus, load_corpus
-from linbias.data.masked import MaskTokens
+from linbias.data.segments import MaskTokens
 from linbias.lm.hidden import evaluate_hidden
 from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train

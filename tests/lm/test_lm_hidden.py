@@ -12,8 +12,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 from linbias.data.corpus import Corpus
-from linbias.data.masked import MaskedSegments, MaskTokens
-from linbias.data.spans import (
+from linbias.data.segments import (
+    MaskedSegments,
+    MaskTokens,
     Spans,
     SpanSegments,
     SpanTokens,

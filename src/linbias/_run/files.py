@@ -3,8 +3,6 @@
 Only the standard library is imported: processes that read text use this module as well.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A run's folder: held by one run at a time, and new or of the very same run."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

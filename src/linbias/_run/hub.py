@@ -1,7 +1,5 @@
 """Whether the Hugging Face Hub answers."""
 
-from __future__ import annotations
-
 import threading
 
 # A Hub that takes longer to answer is taken for one that cannot be reached.

@@ -1,8 +1,7 @@
 """OpenMP's threads spin while they wait, and sleep while other processes want the cores too.
 
-Spinning is fastest alone, and slow beside a busy process; when libgomp is loaded, one of the two
-is fixed (GOMP_SPINCOUNT, OMP_WAIT_POLICY). But its threads hardly spin where they are more than
-the cores (see its manual): a further team that does nothing brings that about at any time.
+Spinning is fastest alone, and slow beside a busy process; GOMP_SPINCOUNT fixes one of the two. But
+libgomp's threads hardly spin where they are more than the cores: a further, idle team sees to it.
 """
 
 import ctypes

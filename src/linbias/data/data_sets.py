@@ -1,7 +1,5 @@
 """The text data sets of the Hugging Face Hub, by splits named as everywhere here."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,9 +1,7 @@
 """Text to numbers and back: bytes, characters, or byte pairs learned from a corpus.
 
-Bytes and byte pairs encode every text; characters refuse what their corpus does not have, since
-the loss of a token for "unknown" would mean nothing. Whatever is encoded decodes to itself. One
-class and one file format (`tokenizer.json`, which `transformers.AutoTokenizer` reads as well)
-serve all.
+Bytes and byte pairs encode every text; characters refuse what their corpus does not have. Whatever
+is encoded decodes to itself; `transformers.AutoTokenizer` reads the files of all.
 """
 
 from __future__ import annotations

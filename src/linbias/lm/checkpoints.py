@@ -1,12 +1,8 @@
 """Which of a run's checkpoints are complete and undamaged, and which are no longer needed.
 
-A run that is killed, or a full disk, leaves a folder that looks like a checkpoint and is none. So
-one counts only if it has a `complete.json`, written when every process has saved its part, with
-the SHA-256 of every file and of itself. It holds the tokenizer too, so that it is a model to be
-read.
+One counts only with its `complete.json`, written when every process has saved its part, with the
+SHA-256 of every file and of itself: a kill or a full disk leaves what merely looks like one.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json

@@ -1,8 +1,8 @@
 """How well a language model predicts a text when it reads `length` tokens at a time.
 
-Segments (stride=None) are the cheap mode of the paper: the first tokens of each are predicted from
-almost no context (appendix B). A sliding window gives each prediction at least length - stride + 1
-tokens. It cannot be read from a cache, whose deep states depend on tokens that have left it.
+Segments are the cheap mode of the paper: the first tokens of each have almost no context (appendix
+B). A sliding window gives each at least length - stride + 1 tokens, and no cache could: its deep
+states depend on tokens that have left the window.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The paper's experiment: train short, test long, with every position method.
+"""The paper's experiment: train short, test long, with position methods that alone differ.
 
-Models that are compared differ in `position` alone. A run that was stopped goes on when it is
-started again: no finished model is trained again, and no measurement in results.jsonl repeated.
+A run that was stopped goes on: no finished model is trained again, no measurement repeated.
 """
 
 from __future__ import annotations

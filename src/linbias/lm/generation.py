@@ -10,7 +10,7 @@ import torch
 from tokenizers.decoders import DecodeStream
 from transformers import TextStreamer
 
-from linbias.data.spans import SpanTokens
+from linbias.data.segments import SpanTokens
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.checkpoints import open_model
 from linbias.lm.streaming import stream as stream_tokens

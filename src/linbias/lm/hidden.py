@@ -1,12 +1,8 @@
 """How well a model tells tokens that are hidden from it when it reads `length` at a time.
 
-Which tokens are hidden, to be told by a masked model or written as spans by a seq2seq one, is
-decided once for the whole text: at every length the same ones are scored. Without a stride, those
-at the end of a block are told from one side; with one, those in its middle are scored. No cut
-divides a span.
+Which ones are masked, or in spans to be written, is decided once for the whole text: all lengths
+score the same. Without a stride, those at the end of a block are told from one side.
 """
-
-from __future__ import annotations
 
 import math
 import time
@@ -25,8 +21,17 @@ from transformers import PreTrainedModel
 
 from linbias._run.files import Record
 from linbias._run.processes import max_over_all, num_processes, rank, sum_over_all
-from linbias.data.masked import MASK_SHARE, MaskTokens, masked_rows
-from linbias.data.spans import LONGEST_SPAN, Spans, SpanTokens, draw_spans, span_batch, span_row
+from linbias.data.segments import (
+    LONGEST_SPAN,
+    MASK_SHARE,
+    MaskTokens,
+    Spans,
+    SpanTokens,
+    draw_spans,
+    masked_rows,
+    span_batch,
+    span_row,
+)
 from linbias.lm.evaluation import MAX_LOGITS, check_call, computing
 from linbias.lm.windows import Likelihood, check_tokens
 

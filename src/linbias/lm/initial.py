@@ -1,10 +1,6 @@
-"""The model that a run starts from: fresh weights, or those of a model that was trained before.
-
-A run that goes on from a model keeps its tokenizer and all that the meaning of its weights depends
-on. Text, length, dropout and how training goes may be others.
+"""The model that a run starts from: fresh weights, or those of a model that was trained before,
+whose tokenizer and whatever gives its weights a meaning then stay.
 """
-
-from __future__ import annotations
 
 import hashlib
 from dataclasses import replace

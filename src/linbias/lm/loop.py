@@ -1,7 +1,5 @@
 """A training run on Transformers' Trainer, as of language models and of the paper's models."""
 
-from __future__ import annotations
-
 import errno
 import re
 import shutil

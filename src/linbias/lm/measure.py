@@ -1,7 +1,5 @@
 """A model scored on a text, both by name, at several lengths: what `linbias evaluate` does."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,8 +13,7 @@ from transformers import PreTrainedModel
 from linbias._run.files import Record
 from linbias._run.processes import choose_device, is_main, joined
 from linbias._run.progress import Advance
-from linbias.data.masked import MaskTokens
-from linbias.data.spans import SpanTokens
+from linbias.data.segments import MaskTokens, SpanTokens
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.checkpoints import open_model
 from linbias.lm.evaluation import Evaluation, evaluate

@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -22,7 +23,8 @@ class PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            _reset_resident_peak()
+            with suppress(OSError):  # not Linux, or a container that forbids it
+                Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM alone
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -38,13 +40,6 @@ def available_bytes(device: torch.device) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     return int(psutil.virtual_memory().available)
-
-
-def _reset_resident_peak() -> None:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM alone
-    except OSError:
-        pass  # not Linux, or a container that forbids it: see PeakMemory
 
 
 def _resident_peak() -> int:

@@ -1,7 +1,6 @@
 """Endless texts in constant memory: read and scored in one pass, or written token by token.
 
-Both keep nothing but a `WindowCache`, in which every head has the keys that it needs and a bound
-on what the others weigh, so that a text of any length is read as if it were one segment.
+All that is kept is a `WindowCache`, and a text is read as if it were one segment.
 """
 
 from __future__ import annotations

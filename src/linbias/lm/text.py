@@ -1,7 +1,5 @@
 """The text that a model is scored on: a file by its name, whole, or a split of a corpus."""
 
-from __future__ import annotations
-
 import warnings
 from codecs import getincrementaldecoder
 from collections.abc import Iterator

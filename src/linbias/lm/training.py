@@ -1,9 +1,7 @@
 """Trains a language model on Transformers' Trainer, and survives being interrupted.
 
-The sequences are a pure function of the seed and the step, and a checkpoint holds all else that
-the future depends on: a run that is killed and started again ends with the very weights of an
-unbroken one (same machine, same threads). metrics.json is written last, and marks the run as
-finished.
+The sequences follow from the seed and the step, and a checkpoint holds all else: a run that is
+killed and started again ends with the very weights of an unbroken one (same machine and threads).
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,9 +31,14 @@ from linbias._run.files import Record, write_json
 from linbias._run.folders import open_run_folder
 from linbias._run.processes import from_main, num_processes, wait_for_all
 from linbias.data.corpus import Corpus
-from linbias.data.masked import MaskedSegments, MaskTokens
-from linbias.data.segments import InPieces, Segments
-from linbias.data.spans import SpanSegments, SpanTokens
+from linbias.data.segments import (
+    InPieces,
+    MaskedSegments,
+    MaskTokens,
+    Segments,
+    SpanSegments,
+    SpanTokens,
+)
 from linbias.data.tokenizers import TokenIds
 from linbias.lm.initial import initial_config, initial_model, weights_of
 from linbias.lm.loop import PiecesTrainer, Run, TrainingMetrics
@@ -383,8 +385,14 @@ class LanguageModelTrainer(PiecesTrainer):
     ) -> LRScheduler:
         if self.learning_rate_floor and getattr(self, "lr_scheduler", None) is None:
             warmup = self.args.get_warmup_steps(num_training_steps)
-            factor = partial(_share_of_peak, warmup, num_training_steps, self.learning_rate_floor)
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)
+
+            def share_of_peak(step: int) -> float:
+                if step < warmup:
+                    return step / warmup
+                progress = min(1.0, (step - warmup) / max(1, num_training_steps - warmup))
+                return max(self.learning_rate_floor, 0.5 * (1 + math.cos(math.pi * progress)))
+
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, share_of_peak)
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -409,10 +417,3 @@ class LanguageModelTrainer(PiecesTrainer):
             return super().evaluation_loop(*arguments, **options)
         measured = self.validation.measure(self.model, options["metric_key_prefix"])
         return EvalLoopOutput(None, None, measured, len(self.validation.ids) - 1)
-
-
-def _share_of_peak(warmup: int, steps: int, floor: float, step: int) -> float:
-    if step < warmup:
-        return step / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return max(floor, 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))

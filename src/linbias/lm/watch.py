@@ -1,7 +1,5 @@
 """Callbacks that watch the Trainer work: progress, the history of the loss, a stop watch."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
@@ -158,7 +156,13 @@ class ProgressBar(TrainerCallback):
         is_validated, is_last = "eval_loss" in logs, state.global_step == state.max_steps
         is_whole = is_validated or ("loss" in logs and not control.should_evaluate)
         if self._bar.disable and is_whole and (self._pace.is_due() or is_validated or is_last):
-            self.console.print(self._line(state), soft_wrap=True)
+            done, total = state.global_step, state.max_steps
+            line = f"training: step {done:,}/{total:,}  {self._shown()}"
+            if done < total:
+                seconds = time.perf_counter() - self._start_time
+                seconds *= (total - done) / max(1, done - self._first_step)
+                line += f"  {duration(seconds)} left"
+            self.console.print(line, soft_wrap=True)
             self._losses.pop("validation", None)  # a line has that of its own step only
 
     def _shown(self) -> str:
@@ -166,14 +170,6 @@ class ProgressBar(TrainerCallback):
         if self._speed is not None:
             parts.append(f"{self._speed:,.0f} tokens/s")
         return "  ".join(parts)
-
-    def _line(self, state: TrainerState) -> str:
-        done, total = state.global_step, state.max_steps
-        line = f"training: step {done:,}/{total:,}  {self._shown()}"
-        if done == total:
-            return line
-        seconds = (time.perf_counter() - self._start_time) / max(1, done - self._first_step)
-        return f"{line}  {duration(seconds * (total - done))} left"
 
 
 class FollowSchedule(TrainerCallback):

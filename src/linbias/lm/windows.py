@@ -1,7 +1,5 @@
 """How a model reads a text that is longer than its input: windows, and batches of equal ones."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from itertools import groupby, islice

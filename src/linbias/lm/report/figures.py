@@ -1,7 +1,5 @@
 """The plots of loss by test length, of an extrapolation experiment, and of windows of heads."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

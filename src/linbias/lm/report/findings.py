@@ -1,7 +1,5 @@
 """What the records of an extrapolation experiment say: numbers and sentences, without layout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,6 @@ import numpy as np
 
 from linbias._run.files import Record
 from linbias.lm.report.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
-from linbias.lm.settings import TrainSettings
 from linbias.methods import METHODS
 
 # Another seed can change the loss by up to this share.
@@ -232,7 +229,10 @@ def cost_table(results: ExtrapolationResults) -> Table:
             rows.append(Row(method, cells))
     heads = ["trained\non", "tokens\nread", "time", "tokens/s", "peak\nmemory"]
     note = "tokens/s: of a median step, without start-up"
-    return Table(f"Training, {budget(results.settings.training)}", heads, rows, note)
+    shared = "the same tokens in the same order for every method"
+    if results.settings.training.seconds is not None:
+        shared = "equal time for every method"
+    return Table(f"Training, {shared}", heads, rows, note)
 
 
 class ValidationRow(NamedTuple):
@@ -346,10 +346,3 @@ def lengths_in_words(evaluations: Sequence[EvaluationRecord]) -> str:
         if (points := curve(evaluations, method, train_length))
     ]
     return f"Lines of bits per byte by test length. {'; '.join(parts)}."
-
-
-def budget(training: TrainSettings) -> str:
-    """What the models that are compared have in common, in words."""
-    if training.seconds is not None:
-        return "equal time for every method"
-    return "the same tokens in the same order for every method"

@@ -3,8 +3,6 @@
 It is made from results.json alone. Without scripts it says the same in text, tables and a figure.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from html import escape
