@@ -1,9 +1,7 @@
-"""`extrapolate`, `embed` and the paper's whole path, killed between and within their steps, end like undisturbed runs.
+"""`extrapolate`, `embed` and the paper's path, killed in and between steps, end as if undisturbed.
 
-`evidence/runs/kills.py` does the same to the commands at random moments, and with other signals and full disks.
+`evidence/runs/kills.py` does the same to the commands at random moments, and in other ways.
 """
-
-from __future__ import annotations
 
 import pkgutil
 import random
@@ -29,7 +27,7 @@ WORDS = ["train", "short", "test", "long", "slope", "bias"]
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def texts(tmp_path_factory):
     draw, folder = random.Random(0), tmp_path_factory.mktemp("texts")
     paths = {}
     for name, lines in {"train": 120, "valid": 12, "test": 12}.items():
@@ -98,9 +96,7 @@ def kill_in_turn(run: Callable[..., None], deaths: list[tuple[str, int]], *argum
 
 
 @pytest.mark.processes
-def test_extrapolate_killed_anywhere_ends_like_an_undisturbed_run(
-    texts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_extrapolate_killed_anywhere_ends_like_an_undisturbed_run(texts, tmp_path):
     deaths = [
         ("linbias.lm.checkpoints.write_json", 1),  # the first checkpoint has no mark
         ("linbias._run.files.JsonLog.append", 1),  # trained, not recorded
@@ -122,9 +118,7 @@ def test_extrapolate_killed_anywhere_ends_like_an_undisturbed_run(
 
 
 @pytest.mark.processes
-def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(
-    texts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(texts, tmp_path):
     deaths = [
         ("linbias.paper.prepare.os.replace", 2),  # one split is written
         ("linbias.lm.checkpoints.write_json", 2),
@@ -144,7 +138,7 @@ def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(
 
 
 @pytest.mark.processes
-def test_embed_killed_anywhere_ends_like_an_undisturbed_run(tmp_path: Path) -> None:
+def test_embed_killed_anywhere_ends_like_an_undisturbed_run(tmp_path):
     config = LinbiasBertConfig(
         vocab_size=256, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
     )
@@ -175,9 +169,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
-def test_the_papers_path_under_torchrun_is_refused(
-    texts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_papers_path_under_torchrun_is_refused(texts, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
         ValueError, match="run: must run as one process; use paper train for several"

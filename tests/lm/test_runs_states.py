@@ -1,4 +1,4 @@
-"""A training run in random orders of what may happen to it: in the end it is the run that nothing happened to, bit for bit."""
+"""A training run in random orders of what may happen to it ends as if nothing had, bit for bit."""
 
 import errno
 import multiprocessing
@@ -35,7 +35,7 @@ from lm_training import SETTINGS, history, train_into
 # Four checkpoints, the last of them not where save_steps says.
 SHORT = replace(
     SETTINGS,
-    model={"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout": 0.1},
+    model={**SETTINGS.model, "hidden_size": 8, "num_hidden_layers": 1},
     length=8,
     batch_size=2,
     steps=7,
@@ -66,7 +66,7 @@ def fill_the_disk() -> None:
 def train_until(
     strike: Callable[[], None], place: str, count: int, corpus: Corpus, output: Path
 ) -> None:
-    """Train, and strike at a call of one function, before it does anything; to the end if there are fewer calls."""
+    """Train, and strike before a call of one function, if there are as many."""
     module, _, name = place.rpartition(".")
     owner, left = pkgutil.resolve_name(module), count
     original = getattr(owner, name)
@@ -175,7 +175,7 @@ class Runs(RuleBasedStateMachine):
 
     @rule(number=NUMBER)
     def evaluate(self, number):
-        """Of a run that has not finished its newest checkpoint; each is that of the undisturbed run."""
+        """Of an unfinished run its newest checkpoint; each is that of the undisturbed run."""
         folder = self.one(number)
         if (folder / "config.json").exists():
             assert (
@@ -220,7 +220,7 @@ class Runs(RuleBasedStateMachine):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def undisturbed(corpus, tmp_path_factory):
     return Undisturbed(corpus, tmp_path_factory.mktemp("undisturbed"))
 
 
@@ -234,9 +234,7 @@ def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Und
         pytest.param(15, 6, (press_ctrl_c, die, die), id="killed", marks=pytest.mark.processes),
     ],
 )
-def test_a_run_ends_as_if_nothing_had_happened_to_it(
-    undisturbed: Undisturbed, examples: int, steps: int, strikes: Any
-) -> None:
+def test_a_run_ends_as_if_nothing_had_happened_to_it(undisturbed, examples, steps, strikes):
     machine = type("Runs", (Runs,), {"undisturbed": undisturbed, "strikes": strikes})
     run_state_machine_as_test(
         machine,
