@@ -86,9 +86,7 @@ def sha256(path: Path) -> str:
 
 
 class JsonLog:
-    """A log of JSON records, one in a line; a last line without its end, as of a crash, is cut
-    off.
-    """
+    """A log of JSON records, one in a line; a last line without its end is cut off."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

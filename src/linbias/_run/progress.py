@@ -38,9 +38,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(task: str, *, visible: bool, console: Console | None = None) -> Iterator[Advance]:
-    """A bar behind a task for the length of the block, as a function that advances it; lines at a
-    `Pace` where the console (by default standard error) is no terminal.
-    """
+    """A bar behind a task, or lines at a `Pace` if this is no terminal, as a function to call."""
     console = console or Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"),

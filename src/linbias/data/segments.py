@@ -29,9 +29,7 @@ SPAN_SHARE, MEAN_SPAN, LONGEST_SPAN = 0.15, 3, 10
 
 
 class Segments(Dataset[dict[str, Tensor]]):
-    """All segments that a run trains on: pass after pass over the text, each in an order of its
-    own, drawn from the seed and the pass's number. So there is no state to save.
-    """
+    """The segments that a run trains on; the seed gives each pass over the text its order."""
 
     def __init__(self, ids: TokenIds, *, length: int, num_segments: int, seed: int) -> None:
         self.ids, self.length, self.num_segments, self.seed = ids, length, num_segments, seed
@@ -124,9 +122,7 @@ class MaskedSegments(HidingSegments):
 def masked_rows(
     text: NDArray[Any], chosen: NDArray[np.bool_], tokens: MaskTokens
 ) -> dict[str, Tensor]:
-    """Read and said of a text [rows, width] whose `chosen` tokens are masked: int64 [rows, width +
-    1].
-    """
+    """What is read and said of a text [rows, width] whose `chosen` tokens are masked, int64."""
     read, labels = np.full((2, len(text), text.shape[1] + 1), -100, np.int64)
     read[:, 0], read[:, 1:] = tokens.begin, np.where(chosen, tokens.mask, text)
     labels[:, 1:][chosen] = text[chosen]
@@ -188,9 +184,7 @@ class SpanRow(NamedTuple):
 
 
 def span_row(text: NDArray[Any], spans: Spans, first_number: int, tokens: SpanTokens) -> SpanRow:
-    """Takes spans out of a text [n]; their numbers, and sentinels on a circle, count on from the
-    first.
-    """
+    """Takes spans out of a text [n]; numbers, and sentinels on a circle, count on from the first."""
     text = text.astype(np.int64)
     begins, number = np.zeros(len(text), bool), np.full(len(text), -1)
     sentinel = np.zeros_like(text)

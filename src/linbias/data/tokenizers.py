@@ -36,9 +36,7 @@ _BATCH_PIECES = 64
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer of which no token crosses a line end, so that any text can be encoded part by
-    part.
-    """
+    """A tokenizer of which no token crosses a line end, so that a text is encoded part by part."""
 
     backend: tokenizers.Tokenizer
 
@@ -67,9 +65,7 @@ class Tokenizer:
         return range(0) if first is None else range(first, first + _NUM_SENTINELS)
 
     def with_sentinels(self) -> Tokenizer:
-        """The same tokenizer, with sentinels <extra_id_0>, <extra_id_1>, ... after its other
-        tokens.
-        """
+        """The same tokenizer, with sentinels <extra_id_0>, <extra_id_1>, ... behind its tokens."""
         if self.sentinel_ids:
             return self
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
@@ -161,9 +157,7 @@ def character_tokenizer(characters: Iterable[str]) -> Tokenizer:
 
 
 def train_bpe(text: bytes, vocab_size: int) -> Tokenizer:
-    """Learns byte pair encoding of `vocab_size` tokens, fewer if the text is short, with the 256
-    bytes.
-    """
+    """Learns byte pair encoding of `vocab_size` tokens, with the 256 bytes, from a text."""
     if vocab_size <= 256:
         raise ValueError(f"train_bpe: vocab_size must be above 256 (the bytes), got {vocab_size}")
     backend = _byte_level(models.BPE())

@@ -35,16 +35,13 @@ class Checkpoints(TrainerCallback):
         self.saving = False
 
     def latest(self) -> Path | None:
-        """The newest undamaged checkpoint, after those behind it are deleted, with a warning of
-        what is damaged; None where none was ever completed. Every process calls this.
-        """
+        """The newest undamaged checkpoint, if any was completed; every process calls this."""
         newest = from_main(self._find)
-        if newest is None:
-            return None
-        name, self.seconds = newest
-        return self.folder / name
+        if newest is not None:
+            self.seconds = float(read_json(newest / _MARK, "train")["seconds"])
+        return newest
 
-    def _find(self) -> tuple[str, float] | None:
+    def _find(self) -> Path | None:
         newest, passed_over, damages = _newest(self.folder)
         if damages and newest is None:
             raise ValueError(
@@ -59,9 +56,7 @@ class Checkpoints(TrainerCallback):
             )
         for checkpoint in passed_over:
             shutil.rmtree(checkpoint)
-        if newest is None:
-            return None
-        return newest.name, float(read_json(newest / _MARK, "train")["seconds"])
+        return newest
 
     def delete(self, *, all_but: int = 0) -> None:
         """Deletes all but so many of the newest, once the model itself is saved."""
@@ -97,9 +92,7 @@ class Checkpoints(TrainerCallback):
 
 
 def readable_model(function: str, path: str | Path) -> str | Path:
-    """The folder to read a model from: of an unfinished run, its newest undamaged checkpoint,
-    which a `UserWarning` names; any other path, or a name on the Hugging Face Hub, as it is.
-    """
+    """The folder to read a model from: of an unfinished run, its newest undamaged checkpoint."""
     folder = Path(path)
     if (folder / "config.json").exists() or not _is_run(folder):
         return path

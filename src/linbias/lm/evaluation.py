@@ -91,9 +91,7 @@ class Evaluation(Likelihood):
 
 
 def windows(num_predictions: int, length: int, stride: int | None = None) -> Iterator[Window]:
-    """The windows that score each prediction once: segments, of which the last may be shorter, or
-    sliding ones, which all read `length` tokens where the text has so many.
-    """
+    """The windows that score each prediction once; sliding ones all read `length` tokens."""
     if stride is None:
         for start in range(0, num_predictions, length):
             stop = min(start + length, num_predictions)

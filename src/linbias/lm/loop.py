@@ -160,9 +160,7 @@ def uses_cpu(device: str, precision: str) -> bool:
 
 
 class Run(ABC):
-    """A run in its folder: new, stopped and going on, or finished. A kind of run fills in the
-    rest; all of its checks are in `__init__`, before anything is written.
-    """
+    """A run in its folder, checked in `__init__`; a kind of run says what its abstract parts are."""
 
     settings: Any
     metrics: type[TrainingMetrics]

@@ -73,9 +73,7 @@ def evaluate_text(
     device: str = "auto",
     **options: Any,
 ) -> TextScores:
-    """Scores a causal model, or one that tells hidden tokens, on a text, for each of some lengths
-    and scales of the slopes, of which "interpolate" needs the model's `train_length`.
-    """
+    """Scores a model on a text, both by name, for each of some lengths and scales of the slopes."""
     where = choose_device("evaluate", device)
     with warnings.catch_warnings(), joined(where):
         if not is_main():  # the first process warns for all

@@ -10,9 +10,7 @@ import torch
 
 
 class PeakMemory:
-    """Measures the highest memory of a `with` block: `peak_bytes`, of the CUDA device or the
-    process (since it began, where the kernel's mark cannot be set back).
-    """
+    """The highest memory of a block: `peak_bytes`, of the CUDA device or of the process."""
 
     peak_bytes: int
 

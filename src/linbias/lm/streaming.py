@@ -159,9 +159,7 @@ def read_corpus(
     limit_tokens: int | None,
     bar: Callable[[str], AbstractContextManager[Advance]],
 ) -> Iterator[int]:
-    """Scores a file or standard input ("-") as it comes, or a split of a corpus, chunk by chunk;
-    yields the bytes read after each.
-    """
+    """Scores a file, standard input ("-") or a split chunk by chunk; yields the bytes read so far."""
     if limit_tokens is not None and limit_tokens < 1:
         raise ValueError(f"{caller}: limit_tokens must be at least 1, got {limit_tokens}")
     path, size = Path(corpus).expanduser(), None

@@ -47,9 +47,7 @@ class TokenText:
 def read_text(
     model: str | Path | Files, name: str, split: str | None = None, *, max_bytes: int | None = None
 ) -> TokenText:
-    """A file, whole, or a split of a corpus (by default "test"), as the tokens of a model. Warns
-    if the model's run read the same text and did not hold it out.
-    """
+    """A file or a split (or "test") as tokens; warns of text that the model was trained on."""
     files = Files.at("read_text", model, "model")
     if split is not None and split not in SPLITS:
         raise ValueError(f"read_text: split must be one of {', '.join(SPLITS)}, got {split!r}")
@@ -78,9 +76,7 @@ _LONG_LINE = 1 << 20  # bytes after which a line is cut
 def stream_text(
     model: str | Path | Files, file: BinaryIO, name: str
 ) -> Iterator[tuple[NDArray[np.integer[Any]], int]]:
-    """The tokens of a text of any length, some lines at a time, with their bytes; a `ValueError`
-    says where it is no UTF-8, after what came before.
-    """
+    """The tokens of a text of any length, some lines at a time, with their bytes."""
     encode, decoder = encoder(model), getincrementaldecoder("utf-8")()
     num_read, pending = 0, ""
     rule = "stream_text: text must be UTF-8"

@@ -140,7 +140,7 @@ class LanguageModelRun(Run):
         self.corpus = corpus
         splits = {"train on": (corpus.train, settings.length)}
         if settings.validate_steps:
-            longest = max(settings.length, *settings.validate_lengths, 0)
+            longest = max((settings.length, *settings.validate_lengths))
             splits["validate on"] = (corpus.valid, longest)
         for purpose, (ids, length) in splits.items():
             if len(ids) < length + 1:

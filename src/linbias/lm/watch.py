@@ -49,9 +49,7 @@ class FiniteLoss(TrainerCallback):
 
 
 class Log(TrainerCallback):
-    """Keeps a run's lines of JSON, in the first process; the last step is always logged, and a run
-    that continues drops the lines from after its checkpoint.
-    """
+    """Keeps a run's lines of JSON, up to the checkpoint that it goes on from."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,9 +109,7 @@ class LossHistory(Log):
 
 
 class ProgressBar(TrainerCallback):
-    """Shows steps, losses, speed and time left on standard error, while it is entered: as a bar,
-    or where that is no terminal as lines at a `Pace`, after a validation, and at the end.
-    """
+    """Shows progress on standard error while it is entered: a bar, or lines on no terminal."""
 
     def __init__(self, tokens_per_step: int, visible: bool) -> None:
         self.tokens_per_step = tokens_per_step
@@ -173,9 +169,7 @@ class ProgressBar(TrainerCallback):
 
 
 class FollowSchedule(TrainerCallback):
-    """Starts an extended run with the learning rate of its own schedule: the Trainer would take
-    the one that the shorter run ended with.
-    """
+    """Starts an extended run with the rate of its own schedule, not the one that it ended with."""
 
     def __init__(self, bar: ProgressBar) -> None:
         self.bar = bar

@@ -92,9 +92,8 @@ def _read(folder: str | os.PathLike[str]) -> "list[EvaluationRecord]":
 
     path = Path(folder) / "results.json"
     try:
-        return list(
-            ExtrapolationResults.from_dict(json.loads(path.read_text("utf-8"))).evaluations
-        )
+        results = json.loads(path.read_text("utf-8"))
+        return list(ExtrapolationResults.from_dict(results).evaluations)
     except OSError as error:
         raise ValueError(
             "plots.loss_by_length: results must be the folder of a finished linbias extrapolate, "

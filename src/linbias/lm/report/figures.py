@@ -113,9 +113,7 @@ def draw_loss_by_length(
 
 
 def windows(slopes: Any, needed: Any, kept_slopes: Any, kept: Any) -> Figure:
-    """The keys that heads can need, by slope, both [layers, heads], and those that a text made
-    them keep.
-    """
+    """The keys that heads can need, and those that a text made them keep, by slope."""
     figure, (axes,) = _panels(1)
     (weights, _), (bias, _) = WEIGHTS, BIAS
     axes.plot(

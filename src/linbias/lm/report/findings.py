@@ -292,9 +292,7 @@ def _mean_entry(kept: Sequence[Record], length: str, name: str) -> float | None:
 
 
 def loss_by_position(records: Sequence[EvaluationRecord]) -> tuple[list[float], list[float]]:
-    """One method's mean bits per byte by position (the middle of a pool of neighbours), from the
-    shortest segments that have it: there are most of those.
-    """
+    """One method's mean bits per byte by position, from the shortest segments that have it."""
     total, count = np.zeros(0), np.zeros(0)
     evaluations = [record.evaluation for record in records]
     num_bytes = sum(evaluation.num_bytes or 0 for evaluation in evaluations)
