@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
+from linbias._run.files import JsonLog
 from linbias._run.folders import hold_run_folder
 from linbias.cli import report
 from linbias.cli.tables import NumberTable
@@ -83,8 +84,7 @@ def test_the_run_leaves_records_plot_and_report(finished):
     written = json.loads((folder / "results.json").read_text())
     assert written == json.loads(json.dumps(results.to_dict()))
     assert ExtrapolationResults.from_dict(written) == results
-    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    kinds = [line["kind"] for line in lines]
+    kinds = [record["kind"] for record in JsonLog(folder / "results.jsonl").records]
     assert kinds.count("training") == 8
     assert kinds.count("evaluation") == len(results.evaluations)
     assert (folder / "extrapolation.png").read_bytes().startswith(b"\x89PNG")
@@ -106,11 +106,10 @@ def test_a_finished_run_neither_trains_nor_measures_again(settings, finished, mo
 
 @pytest.mark.parametrize(("kind", "field"), [("training", "loss"), ("evaluation", "nll")])
 def test_a_line_that_lacks_a_field_is_named(settings, copy_of_finished, kind, field):
-    log = copy_of_finished / "results.jsonl"
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    number = next(i for i, record in enumerate(records, start=1) if record["kind"] == kind)
-    del records[number - 1][field]
-    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    log = JsonLog(copy_of_finished / "results.jsonl")
+    number = next(i for i, record in enumerate(log.records, start=1) if record["kind"] == kind)
+    del log.records[number - 1][field]
+    log.restart(log.records)
     message = rf"extrapolate: line {number} of .*results\.jsonl is damaged \(it lacks {field}\)"
     with pytest.raises(ValueError, match=message):
         extrapolate(settings, copy_of_finished, progress=False)

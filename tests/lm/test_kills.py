@@ -3,7 +3,6 @@
 `evidence/runs/kills.py` does the same to the commands at random moments, and in other ways.
 """
 
-import pkgutil
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from linbias.models import Document, LinbiasBertConfig, LinbiasBertModel, embed
 from linbias.paper.pipeline import run as run_path
 from linbias.paper.recipe import Recipe
 from paper_training import MODEL
+from test_runs_states import run_until
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout": 0.1}
 WORDS = ["train", "short", "test", "long", "slope", "bias"]
@@ -72,26 +72,9 @@ def run_embed(folder: Path, output: Path) -> None:
     embed(folder, documents, output, batch_tokens=300)
 
 
-def until_killed(where: str, count: int, run: Callable[..., None], *arguments: Any) -> None:
-    """Run, and die at a call of one function, before it does anything."""
-    module, _, name = where.rpartition(".")
-    owner = pkgutil.resolve_name(module)
-    original, calls = getattr(owner, name), 0
-
-    def count_and_die(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == count:
-            die()
-        return original(*args, **options)
-
-    setattr(owner, name, count_and_die)
-    run(*arguments)
-
-
 def kill_in_turn(run: Callable[..., None], deaths: list[tuple[str, int]], *arguments: Any) -> None:
     """Start again after every death, and let the last run end."""
-    killed_processes(until_killed, deaths, run, *arguments)
+    killed_processes(run_until, [(die, *death) for death in deaths], run, *arguments)
     run(*arguments)
 
 
@@ -109,10 +92,8 @@ def test_extrapolate_killed_anywhere_ends_like_an_undisturbed_run(texts, tmp_pat
     kill_in_turn(run_extrapolate, deaths, texts, tmp_path / "killed")
     models = (f"models/{method}-L16-s0/model.safetensors" for method in ("alibi", "learned"))
     assert_same_files(tmp_path, *models)
-    whole, killed = (
-        JsonLog(tmp_path / name / "results.jsonl").records for name in ("whole", "killed")
-    )
-    for record, other in zip(whole, killed, strict=True):
+    logs = [JsonLog(tmp_path / name / "results.jsonl").records for name in ("whole", "killed")]
+    for record, other in zip(*logs, strict=True):
         for field in ("kind", "method", "test_length", "loss", "nll", "num_tokens", "steps"):
             assert record.get(field) == other.get(field)
 
@@ -130,11 +111,8 @@ def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(texts, tmp
     names = ("data/train.bin", "data/dict.txt", "model/model.safetensors", "model/log.jsonl")
     assert_same_files(tmp_path, *names)
     for path in (tmp_path / "whole").glob("*.npz"):
-        scores = (
-            np.load(folder / path.name)["log_probs"]
-            for folder in (tmp_path / "killed", tmp_path / "whole")
-        )
-        np.testing.assert_array_equal(*scores)
+        killed, whole = (np.load(tmp_path / run / path.name) for run in ("killed", "whole"))
+        np.testing.assert_array_equal(killed["log_probs"], whole["log_probs"])
 
 
 @pytest.mark.processes

@@ -63,11 +63,11 @@ def fill_the_disk() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def train_until(
-    strike: Callable[[], None], place: str, count: int, corpus: Corpus, output: Path
+def run_until(
+    strike: Callable[[], None], where: str, count: int, run: Callable[..., Any], *arguments: Any
 ) -> None:
-    """Train, and strike before a call of one function, if there are as many."""
-    module, _, name = place.rpartition(".")
+    """Run, and strike before a call of one function, if there are as many."""
+    module, _, name = where.rpartition(".")
     owner, left = pkgutil.resolve_name(module), count
     original = getattr(owner, name)
 
@@ -80,7 +80,7 @@ def train_until(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, count_and_strike)
-        train_into(SHORT, corpus, output)
+        run(*arguments)
 
 
 class KeepAll(TrainerCallback):
@@ -147,17 +147,18 @@ class Runs(RuleBasedStateMachine):
     @rule(number=NUMBER, place=st.sampled_from(list(PLACES)), count=NUMBER, strike=NUMBER)
     def disturb(self, number, place, count, strike):
         folder = self.one(number)
-        arguments = place, 1 + count % PLACES[place], self.undisturbed.corpus, folder
+        run = train_into, SHORT, self.undisturbed.corpus, folder
+        arguments = place, 1 + count % PLACES[place], *run
         strike = self.strikes[strike % len(self.strikes)]
         if strike is not die:
             try:
-                train_until(strike, *arguments)
+                run_until(strike, *arguments)
             except (KeyboardInterrupt, OSError):
                 pass
             return
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["linbias.lm.extrapolation"])
-        process = context.Process(target=train_until, args=(strike, *arguments))
+        process = context.Process(target=run_until, args=(strike, *arguments))
         process.start()
         process.join()
         assert process.exitcode in (0, -signal.SIGKILL)
