@@ -23,7 +23,7 @@ def open_data_set(
     cache_dir: str | os.PathLike[str] | None = None,
     reachable: bool | None = None,
 ) -> dict[str, Any]:
-    """Opens "owner/name" or "owner/name:configuration": its rows by split; `stream` stores none."""
+    """Opens "owner/name" or "owner/name:configuration": its rows by split; `stream` keeps none."""
     import datasets  # takes a second to import, and most texts do without
 
     path, _, configuration = id.partition(":")

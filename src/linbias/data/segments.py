@@ -184,7 +184,7 @@ class SpanRow(NamedTuple):
 
 
 def span_row(text: NDArray[Any], spans: Spans, first_number: int, tokens: SpanTokens) -> SpanRow:
-    """Takes spans out of a text [n]; numbers, and sentinels on a circle, count on from the first."""
+    """Takes spans out of a text [n]; numbers, and sentinels on a circle, count from the first."""
     text = text.astype(np.int64)
     begins, number = np.zeros(len(text), bool), np.full(len(text), -1)
     sentinel = np.zeros_like(text)

@@ -160,7 +160,7 @@ def uses_cpu(device: str, precision: str) -> bool:
 
 
 class Run(ABC):
-    """A run in its folder, checked in `__init__`; a kind of run says what its abstract parts are."""
+    """A run in its folder, checked in `__init__`; its kind says what the abstract parts are."""
 
     settings: Any
     metrics: type[TrainingMetrics]

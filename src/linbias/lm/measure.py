@@ -39,7 +39,7 @@ class TextScores:
     text: TokenText
     results: list[Any]
     slope_scales: list[float | str | None]
-    fused: bool
+    fused: bool  # whether the attention was linbias'
 
     def rows(self) -> list[Record]:
         rows = []
@@ -73,7 +73,7 @@ def evaluate_text(
     device: str = "auto",
     **options: Any,
 ) -> TextScores:
-    """Scores a model on a text, both by name, for each of some lengths and scales of the slopes."""
+    """Scores a model on a text, both by name, for each of some lengths and slope scales."""
     where = choose_device("evaluate", device)
     with warnings.catch_warnings(), joined(where):
         if not is_main():  # the first process warns for all

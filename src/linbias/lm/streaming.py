@@ -159,7 +159,7 @@ def read_corpus(
     limit_tokens: int | None,
     bar: Callable[[str], AbstractContextManager[Advance]],
 ) -> Iterator[int]:
-    """Scores a file, standard input ("-") or a split chunk by chunk; yields the bytes read so far."""
+    """Scores a file, standard input ("-") or a split by chunks; yields the bytes read so far."""
     if limit_tokens is not None and limit_tokens < 1:
         raise ValueError(f"{caller}: limit_tokens must be at least 1, got {limit_tokens}")
     path, size = Path(corpus).expanduser(), None
@@ -191,11 +191,11 @@ def read_corpus(
 class NeededWindows:
     """How many of the nearest keys each head of a model needs."""
 
-    weights: Reach
-    needed: NDArray[np.float64]
-    kept: NDArray[np.float64] | None = None
-    num_tokens: int = 0
-    uncertified: int = 0
+    weights: Reach  # what the weights say
+    needed: NDArray[np.float64]  # [layers, heads], whatever the text
+    kept: NDArray[np.float64] | None = None  # [layers, key/value heads], of a text that was read
+    num_tokens: int = 0  # of that text
+    uncertified: int = 0  # rows of heads that may miss too much of it
 
 
 def needed_windows(
