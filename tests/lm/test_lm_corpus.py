@@ -117,7 +117,7 @@ def test_saved_tokenizer_loads_here_and_in_transformers(tokenizer, tmp_path):
     assert theirs.decode(ids) == SAMPLE
 
 
-def test_stdlib_is_split_about_90_5_5_and_always_alike():
+def test_stdlib_holds_source_only_and_is_split_about_90_5_5_and_always_alike():
     corpus = load_corpus()
     total = sum(corpus.num_bytes.values())
     assert 5e6 < total < 20e6
@@ -125,9 +125,6 @@ def test_stdlib_is_split_about_90_5_5_and_always_alike():
     assert min(corpus.num_bytes.values()) / total > 0.02
     assert {split: len(getattr(corpus, split)) for split in SPLITS} == corpus.num_bytes
     assert corpus.fingerprint == load_corpus("stdlib").fingerprint
-
-
-def test_stdlib_holds_source_only():
     paths = corpora._stdlib_files().keys()
     assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= paths
     folders = {part for path in paths for part in Path(path).parts}
@@ -274,15 +271,6 @@ def test_streaming_stops_reading_at_max_bytes(data_sets):
     assert load_corpus("a/b", stream=True, max_bytes=17).num_bytes["train"] == 17
 
 
-def test_column_that_is_no_text_is_refused(data_sets):
-    data_sets.data = {"train": rows("a")}
-    for column in ("id", "none"):
-        with pytest.raises(
-            ValueError, match=f"column must be one of text, got '{column}' of text"
-        ):
-            load_corpus("a/b", column=column)
-
-
 def test_data_set_out_of_reach_is_refused_without_waiting(monkeypatch):
     import datasets
     from huggingface_hub import constants, get_session
@@ -310,40 +298,32 @@ def test_a_corpus_is_found_before_it_is_read(tmp_path):
         find_corpus(f"{tmp_path}/b.txt")
 
 
-BAD_FILES = {
-    "files must be UTF-8 text, got a NUL at byte 2 in .*bad": b"ab\0",
-    "files must be UTF-8 text, got a byte that is not UTF-8 at byte 1 in .*bad": b"a\xff",
-    "files must not be empty, got .*bad": b"",
-    "must hold text for three splits, got 2 bytes": b"a",
-}
-
-
-@pytest.mark.parametrize("message", BAD_FILES)
-def test_unusable_file_is_refused(message, tmp_path):
-    path = tmp_path / "bad"
-    path.write_bytes(BAD_FILES[message])
-    with pytest.raises(ValueError, match=f"load_corpus: .*{message}"):
-        load_corpus(str(path))
-
-
-BAD_CALLS = [
-    (r"tokenizer must be one of \('bytes', .*\), got 'words'", {"tokenizer": "words"}),
-    ("max_bytes must be positive, got 0", {"max_bytes": 0}),
-    ("name must be 'stdlib', a file.* got './missing.txt'", {"name": "./missing.txt"}),
-    ("name must be 'stdlib', a file.* got 'missing.txt'", {"name": "missing.txt"}),
-    ("name must be 'stdlib', a file.* got 'missing/\\*'", {"name": "missing/*"}),
-]
-
-
-@pytest.mark.parametrize(("message", "call"), BAD_CALLS)
-def test_bad_choice_is_refused(message, call):
-    with pytest.raises(ValueError, match=f"load_corpus: {message}"):
-        load_corpus(**call)
-
-
 def test_folder_without_or_with_a_damaged_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"folder must hold tokenizer\.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json is damaged"):
         Tokenizer.load(tmp_path)
+
+
+REFUSED = [
+    (b"ab\0", {}, "files must be UTF-8 text, got a NUL at byte 2 in .*bad"),
+    (b"a\xff", {}, "files must be UTF-8 text, got a byte that is not UTF-8 at byte 1 in .*bad"),
+    (b"", {}, "files must not be empty, got .*bad"),
+    (b"a", {}, "must hold text for three splits, got 2 bytes"),
+    (b"", {"tokenizer": "words"}, r"tokenizer must be one of \('bytes', .*\), got 'words'"),
+    (b"", {"max_bytes": 0}, "max_bytes must be positive, got 0"),
+    (b"", {"name": "./missing.txt"}, "name must be 'stdlib', a file.* got './missing.txt'"),
+    (b"", {"name": "missing.txt"}, "name must be 'stdlib', a file.* got 'missing.txt'"),
+    (b"", {"name": "missing/*"}, "name must be 'stdlib', a file.* got 'missing/\\*'"),
+    (b"", {"name": "a/b", "column": "id"}, "column must be one of text, got 'id' of text"),
+    (b"", {"name": "a/b", "column": "none"}, "column must be one of text, got 'none' of text"),
+]
+
+
+@pytest.mark.parametrize(("content", "call", "message"), REFUSED)
+def test_a_corpus_that_cannot_be_is_refused(content, call, message, tmp_path, data_sets):
+    data_sets.data = {"train": rows("a")}
+    (tmp_path / "bad").write_bytes(content)
+    with pytest.raises(ValueError, match=f"load_corpus: .*{message}"):
+        load_corpus(**{"name": str(tmp_path / "bad"), **call})
