@@ -27,7 +27,7 @@ import encoders_report
 from experiment import add_plan_options, made_here, measure, plan_of
 from linbias._run.files import JsonLog
 from linbias.data.corpus import load_corpus
-from linbias.data.masked import MaskTokens
+from linbias.data.segments import MaskTokens
 from linbias.lm.hidden import evaluate_hidden
 from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train

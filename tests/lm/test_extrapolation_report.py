@@ -1,10 +1,9 @@
-"""The plans of `evidence/runs/extrapolation.py`: what they say of near-to-far attention, and their tables from records that are made up."""
+"""The plans of `evidence/runs/extrapolation.py`: their tables, from records that are made up."""
 
 import json
 import sys
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ PLAN = "learned-steps"
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch):
+def runs(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT / "evidence" / "runs"), *sys.path])
     import update_readme
 
@@ -31,21 +30,20 @@ def runs(monkeypatch: pytest.MonkeyPatch):
 def records(plan: Any) -> list[dict[str, Any]]:
     """Of plan and models; seed 2 reads 2 % more than seed 1, seed 3 likewise."""
     found = [{"kind": "plan", **asdict(plan), "bytes": {"train": 9e6}}]
+    growths = dict.fromkeys(plan.test_lengths, 1.0) | {plan.test_lengths[-1]: 1.1}
     for number, (method, seed) in enumerate(product(plan.seeds, (1, 2, 3))):
         share = 0.05 * number
         found.append({
             **{"kind": "model", "method": method, "seed": seed, "rate": 0.004, "tokens": 2e6},
             **{"seconds": 60, "num_parameters": 8e5, "machine": "a machine", "versions": {}},
             **{"date": "2026-01-01", "sliding": {}, "positions": []},
-            "segments": {n: (2.0 + seed / 10) * (1.1 if n == plan.test_lengths[-1] else 1) for n in plan.test_lengths},
-            "near_to_far": {"read": [[share, 1.0]], "step": [[0.25, seed]], "dropped": seed * 1e-9},
+            "segments": {n: (2.0 + seed / 10) * growth for n, growth in growths.items()},
+            "near_to_far": {"read": [[share, 1.0]], "step": [[0.25, seed]], "dropped": seed / 1e9},
         })  # fmt: skip
     return found
 
 
-def test_the_tables_say_what_the_records_say(
-    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tables_say_what_the_records_say(runs, tmp_path, monkeypatch):
     report, update = runs
     made = records(report.PLANS[PLAN])
     for lines, words in ((made[:1], "Not measured yet"), (made[:-3], "Not measured yet")):
@@ -64,11 +62,12 @@ def test_the_tables_say_what_the_records_say(
 @pytest.mark.parametrize(
     "position", rows("forget rotary", *((n,) for n in ("alibi", "forget", "cable", "rotary")))
 )
-def test_what_is_left_unread_is_what_no_row_sees(runs: Any, position: str) -> None:
+def test_what_is_left_unread_is_what_no_row_sees(runs, position):
     from extrapolation import TILE, read_near_to_far
 
     torch.manual_seed(0)
-    model, ids = build(position=position, num_hidden_layers=1, initializer_range=0.1), tokens(1, 200)  # fmt: skip
+    model = build(position=position, num_hidden_layers=1, initializer_range=0.1)
+    ids = tokens(1, 200)
     found = read_near_to_far(model, ids[0].numpy())
     assert "attend" not in vars(model.model.position)
     if position == "rotary":
@@ -79,7 +78,8 @@ def test_what_is_left_unread_is_what_no_row_sees(runs: Any, position: str) -> No
     assert found["length"] == 200 and 0 <= found["dropped"] <= 2.0**-24
     assert min(read) < 1 and len(read) == len(step) == 4
     if position == "alibi":
-        assert step == pytest.approx([m * 199 / 200 for m in (1 / 4, 1 / 16, 1 / 64, 1 / 256)], abs=1e-6)  # fmt: skip
+        expected = [m * 199 / 200 for m in (1 / 4, 1 / 16, 1 / 64, 1 / 256)]
+        assert step == pytest.approx(expected, abs=1e-6)
         # Whatever weighs more than what may be left lies within the tiles that are read.
         rows, keys = np.nonzero(weights[0] > 2.0**-24)
         needed = {row // TILE: min(keys[rows // TILE == row // TILE]) for row in rows}

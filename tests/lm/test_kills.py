@@ -1,8 +1,5 @@
-"""`extrapolate`, `embed` and the paper's whole path, killed between and within their steps, end like undisturbed runs."""
+"""`extrapolate`, `embed` and the paper's path, killed in and between steps, end as if undisturbed."""
 
-from __future__ import annotations
-
-import pkgutil
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +17,14 @@ from linbias.models import Document, LinbiasBertConfig, LinbiasBertModel, embed
 from linbias.paper.pipeline import run as run_path
 from linbias.paper.recipe import Recipe
 from paper_training import MODEL
+from test_runs_states import run_until
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout": 0.1}
 WORDS = ["train", "short", "test", "long", "slope", "bias"]
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def texts(tmp_path_factory):
     draw, folder = random.Random(0), tmp_path_factory.mktemp("texts")
     paths = {}
     for name, lines in {"train": 120, "valid": 12, "test": 12}.items():
@@ -71,33 +69,14 @@ def run_embed(folder: Path, output: Path) -> None:
     embed(folder, documents, output, batch_tokens=300)
 
 
-def until_killed(where: str, count: int, run: Callable[..., None], *arguments: Any) -> None:
-    """Run, and die at a call of one function, before it does anything."""
-    module, _, name = where.rpartition(".")
-    owner = pkgutil.resolve_name(module)
-    original, calls = getattr(owner, name), 0
-
-    def count_and_die(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == count:
-            die()
-        return original(*args, **options)
-
-    setattr(owner, name, count_and_die)
-    run(*arguments)
-
-
 def kill_in_turn(run: Callable[..., None], deaths: list[tuple[str, int]], *arguments: Any) -> None:
     """Start again after every death, and let the last run end."""
-    killed_processes(until_killed, deaths, run, *arguments)
+    killed_processes(run_until, [(die, *death) for death in deaths], run, *arguments)
     run(*arguments)
 
 
 @pytest.mark.processes
-def test_extrapolate_killed_anywhere_ends_like_an_undisturbed_run(
-    texts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_extrapolate_killed_anywhere_ends_like_an_undisturbed_run(texts, tmp_path):
     deaths = [
         ("linbias.lm.checkpoints.write_json", 1),  # the first checkpoint has no mark
         ("linbias._run.files.JsonLog.append", 1),  # trained, not recorded
@@ -110,18 +89,14 @@ def test_extrapolate_killed_anywhere_ends_like_an_undisturbed_run(
     kill_in_turn(run_extrapolate, deaths, texts, tmp_path / "killed")
     models = (f"models/{method}-L16-s0/model.safetensors" for method in ("alibi", "learned"))
     assert_same_files(tmp_path, *models)
-    whole, killed = (
-        JsonLog(tmp_path / name / "results.jsonl").records for name in ("whole", "killed")
-    )
-    for record, other in zip(whole, killed, strict=True):
+    logs = [JsonLog(tmp_path / name / "results.jsonl").records for name in ("whole", "killed")]
+    for record, other in zip(*logs, strict=True):
         for field in ("kind", "method", "test_length", "loss", "nll", "num_tokens", "steps"):
             assert record.get(field) == other.get(field)
 
 
 @pytest.mark.processes
-def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(
-    texts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(texts, tmp_path):
     deaths = [
         ("linbias.paper.prepare.os.replace", 2),  # one split is written
         ("linbias.lm.checkpoints.write_json", 2),
@@ -133,15 +108,12 @@ def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(
     names = ("data/train.bin", "data/dict.txt", "model/model.safetensors", "model/log.jsonl")
     assert_same_files(tmp_path, *names)
     for path in (tmp_path / "whole").glob("*.npz"):
-        scores = (
-            np.load(folder / path.name)["log_probs"]
-            for folder in (tmp_path / "killed", tmp_path / "whole")
-        )
-        np.testing.assert_array_equal(*scores)
+        killed, whole = (np.load(tmp_path / run / path.name) for run in ("killed", "whole"))
+        np.testing.assert_array_equal(killed["log_probs"], whole["log_probs"])
 
 
 @pytest.mark.processes
-def test_embed_killed_anywhere_ends_like_an_undisturbed_run(tmp_path: Path) -> None:
+def test_embed_killed_anywhere_ends_like_an_undisturbed_run(tmp_path):
     config = LinbiasBertConfig(
         vocab_size=256, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
     )
@@ -172,9 +144,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
-def test_the_papers_path_under_torchrun_is_refused(
-    texts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_papers_path_under_torchrun_is_refused(texts, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
         ValueError, match="run: must run as one process; use paper train for several"

@@ -1,47 +1,27 @@
 """Checkpoints of training: what is damaged is seen, said and passed over."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from transformers import (
-    PreTrainedModel,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from contract import rows
-from linbias.data.corpus import Corpus
 from linbias.lm.checkpoints import Checkpoints, readable_model
 from linbias.lm.generation import generate
 from linbias.lm.text import read_text
 from linbias.lm.training import train
-from lm_training import SETTINGS, assert_same_run, interrupt, train_into
+from lm_training import SETTINGS, assert_same_run, interrupt
 
 
-@pytest.mark.parametrize("damage", rows("flipped", ("flipped",), ("missing",), ("unmarked",)))
-def test_damaged_checkpoint_is_passed_over_for_the_one_before(
-    damage: str, unbroken: Path, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_damaged_checkpoint_is_passed_over_for_the_one_before(unbroken, corpus, tmp_path):
     newest = interrupt(corpus, tmp_path, 11) / "checkpoint-10"
-    if damage == "unmarked":  # as a kill leaves it, and nothing to speak of
-        (newest / "complete.json").unlink()
-        assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
-        return
-    name = {"flipped": "optimizer.pt", "missing": "rng_state.pth"}[damage]
-    if damage == "flipped":
-        flip_a_bit(newest / name)
-    else:
-        (newest / name).unlink()
-    state = "damaged" if damage == "flipped" else damage
-    message = rf"got checkpoint-10 \({name} is {state}\) in .*; going on from checkpoint-5"
+    (newest / "rng_state.pth").unlink()
+    message = r"got checkpoint-10 \(rng_state.pth is missing\) in .*; going on from checkpoint-5"
     steps = CountSteps()
     with pytest.warns(UserWarning, match=message):
         train(SETTINGS, corpus, tmp_path, progress=False, callbacks=[steps])
@@ -63,11 +43,16 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def interrupted(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def interrupted(corpus, tmp_path_factory):
     """A run that stopped after its second checkpoint; to be copied."""
     folder = tmp_path_factory.mktemp("interrupted") / "run"
     interrupt(corpus, folder, 11)
     return folder
+
+
+def add_a_second(mark: Path) -> None:
+    kept = json.loads(mark.read_text())
+    mark.write_text(json.dumps(kept | {"seconds": kept["seconds"] + 1}))
 
 
 FILES = [
@@ -75,28 +60,27 @@ FILES = [
     *("config.json", "generation_config.json", "training_args.bin", "complete.json"),
     *("tokenizer.json", "tokenizer_config.json"),
 ]
+NO_MARKS = ["{}", "[]", "3", '{"sec', '{"seconds": 1}', '{"sha256": 3, "mark": null}', "\0"]
+DAMAGES = [
+    *((name, flip_a_bit, "damaged") for name in FILES),
+    ("scaler.pt", lambda path: path.write_bytes(b""), "not of it"),
+    ("complete.json", add_a_second, "damaged"),
+    *(("complete.json", partial(Path.write_text, data=mark), "damaged") for mark in NO_MARKS),
+]
 
 
-def test_one_flipped_bit_in_any_file_of_a_checkpoint_is_seen(
-    interrupted: Path, tmp_path: Path
-) -> None:
+def test_any_damage_to_any_file_of_a_checkpoint_is_seen(interrupted, tmp_path):
     names = {path.name for path in (interrupted / "checkpoints" / "checkpoint-10").iterdir()}
     assert names == set(FILES)
-    for name in FILES:
-        folder = tmp_path / name
-        shutil.copytree(interrupted / "checkpoints", folder)
-        flip_a_bit(folder / "checkpoint-10" / name)
-        with pytest.warns(UserWarning, match=rf"got checkpoint-10 \({name} is damaged\)"):
+    for number, (name, damage, state) in enumerate(DAMAGES):
+        folder = shutil.copytree(interrupted / "checkpoints", tmp_path / str(number))
+        damage(folder / "checkpoint-10" / name)
+        with pytest.warns(UserWarning, match=rf"got checkpoint-10 \({name} is {state}\)"):
             assert Checkpoints(folder).latest() == folder / "checkpoint-5"
         assert not (folder / "checkpoint-10").exists()
-    folder = tmp_path / "one more"
-    shutil.copytree(interrupted / "checkpoints", folder)
-    (folder / "checkpoint-10" / "scaler.pt").write_bytes(b"")
-    with pytest.warns(UserWarning, match=r"got checkpoint-10 \(scaler\.pt is not of it\)"):
-        assert Checkpoints(folder).latest() == folder / "checkpoint-5"
 
 
-def test_a_run_that_continues_counts_the_time_before(tmp_path: Path) -> None:
+def test_a_run_that_continues_counts_the_time_before(tmp_path):
     (tmp_path / "checkpoint-7").mkdir()
     arguments = TrainingArguments(str(tmp_path), report_to="none"), TrainerState(global_step=7)
     checkpoints = Checkpoints(tmp_path)
@@ -108,30 +92,7 @@ def test_a_run_that_continues_counts_the_time_before(tmp_path: Path) -> None:
     assert 1000 <= again.seconds < 1100
 
 
-def test_a_mark_whose_numbers_changed_counts_as_damage(interrupted: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(interrupted / "checkpoints", tmp_path / "checkpoints")
-    mark = folder / "checkpoint-10" / "complete.json"
-    kept = json.loads(mark.read_text())
-    mark.write_text(json.dumps(kept | {"seconds": kept["seconds"] + 1}))
-    with pytest.warns(UserWarning, match=r"got checkpoint-10 \(complete\.json is damaged\)"):
-        assert Checkpoints(folder).latest() == folder / "checkpoint-5"
-
-
-@pytest.mark.parametrize(
-    "mark", ["{}", "[]", "3", '{"sec', '{"seconds": 1}', '{"sha256": 3, "mark": null}', "\0"]
-)
-def test_a_mark_that_is_none_counts_as_damage(
-    mark: str, interrupted: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(interrupted / "checkpoints", tmp_path / "checkpoints")
-    (folder / "checkpoint-10" / "complete.json").write_text(mark)
-    with pytest.warns(UserWarning, match=r"got checkpoint-10 \(complete\.json is damaged\)"):
-        assert Checkpoints(folder).latest() == folder / "checkpoint-5"
-
-
-def test_no_undamaged_checkpoint_is_an_error_and_none_is_deleted(
-    interrupted: Path, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_no_undamaged_checkpoint_is_an_error_and_none_is_deleted(interrupted, corpus, tmp_path):
     run = shutil.copytree(interrupted, tmp_path / "run")
     for step in (5, 10):
         flip_a_bit(run / "checkpoints" / f"checkpoint-{step}" / "model.safetensors")
@@ -144,7 +105,7 @@ def test_no_undamaged_checkpoint_is_an_error_and_none_is_deleted(
     assert len(list((run / "checkpoints").iterdir())) == 2
 
 
-def test_what_is_no_checkpoint_is_left_alone(interrupted: Path, tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_left_alone(interrupted, tmp_path):
     folder = shutil.copytree(interrupted / "checkpoints", tmp_path / "checkpoints")
     (folder / "checkpoint-abc").mkdir()
     (folder / "checkpoint-99").write_text("x")
@@ -154,26 +115,17 @@ def test_what_is_no_checkpoint_is_left_alone(interrupted: Path, tmp_path: Path) 
     assert len(list(folder.iterdir())) == 6
 
 
-def test_a_model_that_writes_is_prepacked(unbroken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[PreTrainedModel] = []
-
-    def watched(model: PreTrainedModel) -> PreTrainedModel:
-        seen.append(model)
-        return model
-
-    monkeypatch.setattr("linbias.lm.generation.prepack", watched)
-    generate(unbroken, "ab", max_new_tokens=2)
-    assert len(seen) == 1
-
-
 def test_the_newest_undamaged_checkpoint_of_an_unfinished_run_is_a_model(
-    interrupted: Path, unbroken: Path, text: str, tmp_path: Path
-) -> None:
+    interrupted, unbroken, text, tmp_path, monkeypatch
+):
     folder = shutil.copytree(interrupted, tmp_path / "run")
     (folder / "checkpoints" / "checkpoint-11").mkdir()  # as a kill leaves it
     said = r"generate: training has not finished in .*; reading checkpoint-10$"
+    prepack = Mock(side_effect=lambda model: model)
+    monkeypatch.setattr("linbias.lm.generation.prepack", prepack)
     with pytest.warns(UserWarning, match=said):
         written = generate(folder, "ab", max_new_tokens=3, seed=1)
+    assert prepack.call_count == 1
     newest = folder / "checkpoints" / "checkpoint-10"
     assert written == generate(newest, "ab", max_new_tokens=3, seed=1)
     with pytest.warns(UserWarning, match="text must be one that the model was not trained on"):
@@ -195,8 +147,8 @@ def test_the_newest_undamaged_checkpoint_of_an_unfinished_run_is_a_model(
     ],
 )
 def test_an_unfinished_run_without_a_readable_checkpoint_says_what_to_do(
-    there: str, words: str, interrupted: Path, tmp_path: Path
-) -> None:
+    there, words, interrupted, tmp_path
+):
     folder = shutil.copytree(interrupted, tmp_path / "run")
     newest = folder / "checkpoints" / "checkpoint-5"
     shutil.rmtree(newest.with_name("checkpoint-10"))
@@ -218,7 +170,7 @@ def test_an_unfinished_run_without_a_readable_checkpoint_says_what_to_do(
 
 
 @pytest.mark.thorough
-def test_measured_steps_that_are_damaged_are_one_error(corpus: Corpus, tmp_path: Path) -> None:
+def test_measured_steps_that_are_damaged_are_one_error(corpus, tmp_path):
     by_seconds = replace(
         SETTINGS, steps=None, seconds=1.0
     )  # several steps, however busy the machine

@@ -93,7 +93,10 @@ def test_a_short_training_says_what_it_cannot_show():
     assert findings.scope([]) is None
 
 
-AT_TRAINING = {"alibi": 3.0, "rotary": 2.9, "none": 3.5, "t5": 3.42, "learned": 3.44, "sinusoidal": 3.51}  # fmt: skip
+AT_TRAINING = {
+    **{"alibi": 3.0, "rotary": 2.9, "none": 3.5, "t5": 3.42},
+    **{"learned": 3.44, "sinusoidal": 3.51},
+}
 
 
 def test_methods_that_are_ahead_at_the_training_length_are_named():
@@ -110,10 +113,10 @@ def test_methods_that_have_hardly_learnt_are_named_with_the_rule():
     said = cautions(two_seeds, trained(1_000_000))[-1]
     # 3.43 is 2% better than 3.5.
     assert said.startswith(
-        "At the training length of 4, learned table and sinusoidal are less than 2% better than the same model without "
-        "positions (3.500 bits per byte)"
+        "At the training length of 4, learned table and sinusoidal are less than 2% better than "
+        "the same model without positions (3.500 bits per byte)"
     )
-    # After a full training it is a result, and without a model that has no positions nobody can tell.
+    # After a full training it is a result; without a model that has no positions nobody can tell.
     assert "without positions" not in "".join(cautions(two_seeds, trained(20_000_000)))
     others = [r for r in two_seeds if r.method != "none"]
     assert "without positions" not in "".join(cautions(others, trained(1_000_000)))
@@ -151,10 +154,7 @@ def test_loss_by_position_is_in_bits_per_byte_whatever_a_token_is():
 
 
 def test_positions_come_from_the_shortest_segments_and_rare_ones_are_pooled():
-    records = [
-        by_position([1.0], [400]),
-        by_position([9.0, 2.0, 3.0, 4.0], [60, 60, 60, 60]),
-    ]
+    records = [by_position([1.0], [400]), by_position([9.0, 2.0, 3.0, 4.0], [60, 60, 60, 60])]
     positions, bits = findings.loss_by_position(records)
     # position 1 of the short segments; then 2 and 3 pooled; 4 alone is too rare to be shown
     assert positions == pytest.approx([1.0, math.sqrt(6)])

@@ -1,6 +1,4 @@
-"""Runs that are extended, models that are trained on, validation while training, and the loss's history."""
-
-from __future__ import annotations
+"""Runs that are extended, models that are trained on, validation while training."""
 
 import shutil
 from dataclasses import replace
@@ -14,11 +12,12 @@ from torch.nn.functional import cross_entropy
 
 from contract import rows
 from linbias._run.progress import Pace
-from linbias.data.corpus import Corpus, load_corpus
+from linbias.data.corpus import load_corpus
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.initial import with_tokenizer_of
 from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train
+from linbias.lm.watch import StopWatch
 from linbias.models.loading import load
 from lm_training import SETTINGS, TINY, assert_same_run, history, interrupt, metrics, train_into
 
@@ -26,7 +25,7 @@ LONGER = replace(SETTINGS, steps=20)
 
 
 @pytest.fixture(scope="module")
-def extended(unbroken: Path, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def extended(unbroken, corpus, tmp_path_factory):
     """The finished run of 12 steps, extended to 20."""
     folder = tmp_path_factory.mktemp("extended") / "run"
     return train_into(LONGER, corpus, Path(shutil.copytree(unbroken, folder)))
@@ -34,8 +33,8 @@ def extended(unbroken: Path, corpus: Corpus, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.thorough
 def test_a_finished_run_is_extended_from_its_last_step_on_the_longer_schedule(
-    extended: Path, unbroken: Path, corpus: Corpus, tmp_path: Path
-) -> None:
+    extended, unbroken, corpus, tmp_path
+):
     assert metrics(extended)["steps"] == 20
     assert [path.name for path in (extended / "checkpoints").iterdir()] == ["checkpoint-20"]
     steps = [line["step"] for line in history(extended)]
@@ -51,8 +50,8 @@ def test_a_finished_run_is_extended_from_its_last_step_on_the_longer_schedule(
 
 @pytest.mark.thorough
 def test_the_first_step_of_an_extension_has_the_learning_rate_of_its_schedule_which_is_said(
-    unbroken: Path, corpus: Corpus, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    unbroken, corpus, tmp_path, capfd
+):
     run = Path(shutil.copytree(unbroken, tmp_path / "run"))
     train(replace(SETTINGS, steps=13), corpus, run)
     said = "extended to 13 steps after 12, the learning rate goes from 0 to 1.7e-05 and then down"
@@ -65,8 +64,8 @@ def test_the_first_step_of_an_extension_has_the_learning_rate_of_its_schedule_wh
 
 @pytest.mark.thorough
 def test_an_extension_that_is_interrupted_ends_like_one_that_is_not(
-    extended: Path, unbroken: Path, corpus: Corpus, tmp_path: Path
-) -> None:
+    extended, unbroken, corpus, tmp_path
+):
     run = Path(shutil.copytree(unbroken, tmp_path / "run"))
     for step in (12, 17):  # before the first checkpoint of the extension, and after it
         interrupt(corpus, run, step, LONGER)
@@ -76,7 +75,7 @@ def test_an_extension_that_is_interrupted_ends_like_one_that_is_not(
 
 
 @pytest.mark.thorough
-def test_an_unfinished_run_is_extended(corpus: Corpus, tmp_path: Path) -> None:
+def test_an_unfinished_run_is_extended(corpus, tmp_path):
     interrupt(corpus, tmp_path, 7)
     train_into(LONGER, corpus, tmp_path)
     assert metrics(tmp_path)["steps"] == 20
@@ -86,8 +85,8 @@ def test_an_unfinished_run_is_extended(corpus: Corpus, tmp_path: Path) -> None:
 
 
 def test_a_finished_run_without_its_checkpoint_is_not_trained_from_the_start(
-    unbroken: Path, corpus: Corpus, tmp_path: Path
-) -> None:
+    unbroken, corpus, tmp_path
+):
     run = Path(shutil.copytree(unbroken, tmp_path / "run"))
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(
@@ -98,7 +97,7 @@ def test_a_finished_run_without_its_checkpoint_is_not_trained_from_the_start(
 
 
 @pytest.mark.thorough
-def test_a_budget_in_seconds_is_extended_in_proportion(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_budget_in_seconds_is_extended_in_proportion(corpus, tmp_path):
     settings = replace(SETTINGS, steps=None, seconds=0.1)
     steps = train(settings, corpus, tmp_path, progress=False).steps
     more = replace(settings, seconds=0.2)
@@ -107,8 +106,8 @@ def test_a_budget_in_seconds_is_extended_in_proportion(corpus: Corpus, tmp_path:
 
 @pytest.mark.parametrize(("segments", "scored"), rows("15-12", (5, 5), (15, 12)))  # batches of 6
 def test_validation_is_the_mean_over_its_segments_and_leaves_training_alone(
-    segments: int, scored: int, unbroken: Path, corpus: Corpus, tmp_path: Path
-) -> None:
+    segments, scored, unbroken, corpus, tmp_path
+):
     settings = replace(SETTINGS, validate_steps=5)
     valid = replace(corpus, valid=corpus.train[: segments * 16 + 3])
     run = train_into(settings, valid, tmp_path)
@@ -124,7 +123,7 @@ def test_validation_is_the_mean_over_its_segments_and_leaves_training_alone(
 
 
 @pytest.mark.thorough
-def test_a_model_is_trained_on_with_its_own_tokenizer(tmp_path: Path) -> None:
+def test_a_model_is_trained_on_with_its_own_tokenizer(tmp_path):
     for name in ("first", "second"):
         lines = (f"{name} {i} times {i} is {i * i}\n" for i in range(60))
         (tmp_path / f"{name}.txt").write_text("".join(lines))
@@ -165,17 +164,17 @@ def test_a_model_is_trained_on_with_its_own_tokenizer(tmp_path: Path) -> None:
 
 
 CONTRADICTIONS = [
-    ({"model": {"hidden_size": 64}}, "LinbiasConfig: hidden_size must be 32, as in the model of init, got 64"),
-    ({"model": {"position": "rotary"}}, "LinbiasConfig: position must be 'alibi', as in the model of init, got 'rotary'"),
-    ({"init": "no/such"}, "TrainSettings: init must be a folder that `linbias train` made, got 'no/such'"),
+    ({"model": {"hidden_size": 64}}, "hidden_size must be 32, as in the model of init, got 64"),
+    ({"model": {"position": "rotary"}}, "position must be 'alibi', as in the .* got 'rotary'"),
+    ({"init": "no/such"}, "init must be a folder that `linbias train` made, got 'no/such'"),
     ({"init": "{gpt2}"}, "TrainSettings: init must be a model of `linbias train`, got .* 'gpt2'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "message"), CONTRADICTIONS)
 def test_what_contradicts_the_model_to_go_on_from_is_refused(
-    change: dict[str, object], message: str, unbroken: Path, corpus: Corpus, tmp_path: Path
-) -> None:
+    change, message, unbroken, corpus, tmp_path
+):
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     change = {
@@ -189,8 +188,8 @@ def test_what_contradicts_the_model_to_go_on_from_is_refused(
 
 @pytest.mark.thorough
 def test_tokens_of_another_tokenizer_and_a_short_table_are_refused(
-    unbroken: Path, corpus: Corpus, text: str, tmp_path: Path
-) -> None:
+    unbroken, corpus, text, tmp_path
+):
     settings = TrainSettings(init=str(unbroken), length=16, batch_size=2, steps=1)
     other = load_corpus(text, tokenizer="bpe", vocab_size=257)
     with pytest.raises(ValueError, match="train: corpus must be tokenised as the model of init"):
@@ -207,7 +206,7 @@ def test_tokens_of_another_tokenizer_and_a_short_table_are_refused(
     assert load(run, device="cpu").config.train_length == 16  # the table keeps its rows
 
 
-def test_lines_of_progress_grow_rarer() -> None:
+def test_lines_of_progress_grow_rarer():
     seconds = 0.0
     pace = Pace(lambda: seconds)
     due = []
@@ -218,3 +217,19 @@ def test_lines_of_progress_grow_rarer() -> None:
     gaps = [after - before for before, after in pairwise(due)]
     assert due[0] == 10 and gaps == sorted(gaps) and gaps[-1] == 600
     assert 100 < len(due) < 200
+
+
+@pytest.mark.parametrize(
+    ("times", "after", "expected"),
+    [
+        ([], 1, None),
+        ([10.0], 1, None),
+        ([10.0, 11.0], 1, 1.0),
+        ([10.0, 11.0, 14.0, 15.0], 1, 1.0),  # a validation of three seconds does not show
+        ([10.0, 15.0, 16.0, 17.0], 2, 1.0),
+    ],
+)
+def test_the_time_of_a_step_is_the_median_without_the_first(times, after, expected):
+    watch = StopWatch()
+    watch.times = times
+    assert watch.step_seconds(after) == expected

@@ -1,4 +1,4 @@
-"""Texts without an end: scored in one pass as if they were one segment, written as `generate` writes them."""
+"""Texts without an end: scored as if they were one segment, written as `generate` writes them."""
 
 import io
 from itertools import islice

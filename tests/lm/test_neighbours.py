@@ -1,4 +1,4 @@
-"""OpenMP's threads sleep while others want the cores: when a team that outnumbers the cores is there, and when it is not."""
+"""OpenMP's threads sleep while others want the cores: when a team outnumbers these."""
 
 import os
 import subprocess
@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,22 +18,15 @@ from linbias.cli import app
 pytestmark = pytest.mark.skipif(not neighbours._STAT.exists(), reason="there is no /proc/stat")
 
 
-class Outnumbered:
-    """Stands for the team: what was asked for, and the event by which it ends."""
-
-    def __init__(self) -> None:
-        self.events: list[threading.Event] = []
-
-    def __call__(self, cores: int) -> threading.Event:
-        self.events.append(threading.Event())
-        return self.events[-1]
-
-
 def watched(
     monkeypatch: pytest.MonkeyPatch, looks: list[tuple[float, float]]
 ) -> list[threading.Event]:
-    """The teams that a watch over two cores starts, for (cores used by all, cores used by this process) at each look."""
-    ended, outnumbered = threading.Event(), Outnumbered()
+    """The teams that a watch starts, for the cores used by all and by us at each look."""
+    ended, teams = threading.Event(), []
+
+    def outnumber(_):
+        teams.append(threading.Event())
+        return teams[-1]
 
     def times() -> Iterator[tuple[float, float, float]]:
         used = own = 0.0
@@ -48,10 +40,10 @@ def watched(
     told = times()
     monkeypatch.setattr(neighbours, "_PERIOD", 0)
     monkeypatch.setattr(neighbours, "_times", lambda: next(told))
-    monkeypatch.setattr(neighbours, "_outnumber", outnumbered)
+    monkeypatch.setattr(neighbours, "_outnumber", outnumber)
     monkeypatch.setattr(neighbours.os, "sched_getaffinity", lambda _: {0, 1})
     neighbours._watch(ended)
-    return outnumbered.events
+    return teams
 
 
 @pytest.mark.parametrize(
@@ -67,15 +59,13 @@ def watched(
         pytest.param([(2.0, 1.0), *[(2.0, 2.0)] * 4, (2.0, 1.0)], 2, id="it went and came again"),
     ],
 )
-def test_a_team_for_each_time_that_cores_are_shared(
-    monkeypatch: pytest.MonkeyPatch, looks: list[tuple[float, float]], teams: int
-) -> None:
+def test_a_team_for_each_time_that_cores_are_shared(monkeypatch, looks, teams):
     events = watched(monkeypatch, looks)
     assert len(events) == teams
     assert all(event.is_set() for event in events), "every team has ended with the watch"
 
 
-def test_times_count_this_process() -> None:
+def test_times_count_this_process():
     before, start = neighbours._times(), time.process_time()
     while time.process_time() < start + 0.3:
         pass
@@ -85,10 +75,8 @@ def test_times_count_this_process() -> None:
     assert used >= 0.8 * own
 
 
-def test_only_work_on_the_own_cores_is_use(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Each counter of the system has a bit of its own: user, nice, system, idle, iowait, irq, softirq, steal, guest, guest_nice."""
+def test_only_work_on_the_own_cores_is_use(monkeypatch, tmp_path):
+    """Each counter has a bit: user, nice, system, idle, iowait, irq, softirq, steal, guests."""
     ticks = " ".join(str(2**bit) for bit in range(10))
     stat = tmp_path / "stat"
     stat.write_text(
@@ -127,7 +115,7 @@ wait(lambda found: found == before)
 
 @pytest.mark.processes
 @pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="PyTorch without OpenMP")
-def test_the_team_has_more_threads_than_cores_and_ends() -> None:
+def test_the_team_has_more_threads_than_cores_and_ends():
     from linbias.torch import addresses
 
     if not addresses.TEAM:
@@ -138,12 +126,18 @@ def test_the_team_has_more_threads_than_cores_and_ends() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
-def test_a_setting_of_the_user_wins(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.fixture
+def seen(monkeypatch):
+    """The watches that were started, where the user has set nothing."""
     seen: list[object] = []
     monkeypatch.setattr(neighbours, "_watch", seen.append)
     for variable in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(variable, raising=False)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_a_setting_of_the_user_wins(monkeypatch, seen, name):
     with neighbours.considerate():
         pass
     assert len(seen) == 1
@@ -153,11 +147,7 @@ def test_a_setting_of_the_user_wins(monkeypatch: pytest.MonkeyPatch, name: str) 
     assert len(seen) == 1
 
 
-def test_only_commands_that_compute_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-    monkeypatch.setattr(neighbours, "_watch", seen.append)
-    for variable in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(variable, raising=False)
+def test_only_commands_that_compute_are_watched(seen):
     for words in (["--help"], ["train", "--help"], ["slopes", "8"]):
         assert CliRunner().invoke(app, words).exit_code == 0
     assert not seen
@@ -165,9 +155,7 @@ def test_only_commands_that_compute_are_watched(monkeypatch: pytest.MonkeyPatch)
     assert len(seen) == 1
 
 
-def test_the_doctor_tells_how_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+def test_the_doctor_tells_how_threads_wait(monkeypatch, seen):
     assert "asleep beside busy processes" in doctor.diagnose()["machine"]["threads wait"]
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     assert doctor.diagnose()["machine"]["threads wait"] == "as set by OMP_WAIT_POLICY=PASSIVE"

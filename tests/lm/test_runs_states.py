@@ -1,4 +1,4 @@
-"""A training run in random orders of what may happen to it: in the end it is the run that nothing happened to, bit for bit."""
+"""A training run in random orders of what may happen to it ends as if nothing had, bit for bit."""
 
 import errno
 import multiprocessing
@@ -35,7 +35,7 @@ from lm_training import SETTINGS, history, train_into
 # Four checkpoints, the last of them not where save_steps says.
 SHORT = replace(
     SETTINGS,
-    model={"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout": 0.1},
+    model={**SETTINGS.model, "hidden_size": 8, "num_hidden_layers": 1},
     length=8,
     batch_size=2,
     steps=7,
@@ -63,11 +63,11 @@ def fill_the_disk() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def train_until(
-    strike: Callable[[], None], place: str, count: int, corpus: Corpus, output: Path
+def run_until(
+    strike: Callable[[], None], where: str, count: int, run: Callable[..., Any], *arguments: Any
 ) -> None:
-    """Train, and strike at a call of one function, before it does anything; to the end if there are fewer calls."""
-    module, _, name = place.rpartition(".")
+    """Run, and strike before a call of one function, if there are as many."""
+    module, _, name = where.rpartition(".")
     owner, left = pkgutil.resolve_name(module), count
     original = getattr(owner, name)
 
@@ -80,7 +80,7 @@ def train_until(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, count_and_strike)
-        train_into(SHORT, corpus, output)
+        run(*arguments)
 
 
 class KeepAll(TrainerCallback):
@@ -147,17 +147,18 @@ class Runs(RuleBasedStateMachine):
     @rule(number=NUMBER, place=st.sampled_from(list(PLACES)), count=NUMBER, strike=NUMBER)
     def disturb(self, number, place, count, strike):
         folder = self.one(number)
-        arguments = place, 1 + count % PLACES[place], self.undisturbed.corpus, folder
+        run = train_into, SHORT, self.undisturbed.corpus, folder
+        arguments = place, 1 + count % PLACES[place], *run
         strike = self.strikes[strike % len(self.strikes)]
         if strike is not die:
             try:
-                train_until(strike, *arguments)
+                run_until(strike, *arguments)
             except (KeyboardInterrupt, OSError):
                 pass
             return
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["linbias.lm.extrapolation"])
-        process = context.Process(target=train_until, args=(strike, *arguments))
+        process = context.Process(target=run_until, args=(strike, *arguments))
         process.start()
         process.join()
         assert process.exitcode in (0, -signal.SIGKILL)
@@ -175,7 +176,7 @@ class Runs(RuleBasedStateMachine):
 
     @rule(number=NUMBER)
     def evaluate(self, number):
-        """Of a run that has not finished its newest checkpoint; each is that of the undisturbed run."""
+        """Of an unfinished run its newest checkpoint; each is that of the undisturbed run."""
         folder = self.one(number)
         if (folder / "config.json").exists():
             assert (
@@ -220,7 +221,7 @@ class Runs(RuleBasedStateMachine):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def undisturbed(corpus, tmp_path_factory):
     return Undisturbed(corpus, tmp_path_factory.mktemp("undisturbed"))
 
 
@@ -234,9 +235,7 @@ def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Und
         pytest.param(15, 6, (press_ctrl_c, die, die), id="killed", marks=pytest.mark.processes),
     ],
 )
-def test_a_run_ends_as_if_nothing_had_happened_to_it(
-    undisturbed: Undisturbed, examples: int, steps: int, strikes: Any
-) -> None:
+def test_a_run_ends_as_if_nothing_had_happened_to_it(undisturbed, examples, steps, strikes):
     machine = type("Runs", (Runs,), {"undisturbed": undisturbed, "strikes": strikes})
     run_state_machine_as_test(
         machine,

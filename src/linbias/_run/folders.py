@@ -1,6 +1,4 @@
-"""A run's folder: held by one run at a time, and new or of the very same run, which then continues."""
-
-from __future__ import annotations
+"""A run's folder: held by one run at a time, and new or of the very same run."""
 
 import errno
 import json
@@ -27,15 +25,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)  # of a file system with
 
 @contextmanager
 def hold_run_folder(folder: Path, function: str) -> Iterator[None]:
-    """Keeps other runs out of a folder, made where it is missing, for the length of the block.
-
-    A lock (`flock`) on a hidden file does it, which the kernel releases when the process ends in
-    whatever way; the file says who holds it. Under torchrun every process calls this, and the
-    first one holds the lock. Where the system or the file system has no locks, a `UserWarning`
-    says that nothing keeps a second run out.
-
-    Raises:
-        ValueError: The folder cannot be written, or another run holds it; it names `function`.
+    """Keeps other runs out of a folder, made where it is missing, for the length of the block, by
+    a `flock` on a hidden file, which the kernel releases in whatever way the process ends.
     """
     locked: list[int] = []
     from_main(lambda: locked.extend(_lock(folder, function)))
@@ -48,7 +39,7 @@ def hold_run_folder(folder: Path, function: str) -> Iterator[None]:
 
 
 def _lock(folder: Path, function: str) -> list[int]:
-    """Lock the folder; the open file in a list, which is empty where there are no locks."""
+    """Locks the folder: the open file in a list, which is empty where there are no locks."""
     check_writable(folder, function)
     path = folder / _LOCK
     while fcntl is not None:
@@ -90,7 +81,6 @@ def _is_same_file(file: int, path: Path) -> bool:
 
 
 def _holder(lock: Path) -> str:
-    """Say who holds a lock."""
     try:
         holder = read_json(lock, "")
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
@@ -106,33 +96,9 @@ def open_run_folder(
     first_time: Mapping[str, Callable[[], Any]] | None = None,
     may_change: Collection[str] = (),
 ) -> Record:
-    """Opens the folder of a new run, or of a run with the very same settings.
-
-    A JSON file in the folder holds the settings. A new run writes it before anything else; a
-    run that continues compares it. Under torchrun every process calls this.
-
-    Args:
-        path: The settings file; its folder is that of the run, made where it is missing.
-        settings: What determines the run, as JSON values.
-        function: The function that errors name.
-        first_time: By name, functions that compute further entries when the run is new; they are
-            read from the file afterwards, and not compared.
-        may_change: Settings that a run may continue with other values of, which the file then
-            gets; names of nested ones are joined by dots.
-
-    Returns:
-        What the settings file holds.
-
-    Raises:
-        ValueError: The folder cannot be written, holds other files, or belongs to another run, in
-            which case the differences are listed.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder, "run", "settings.json")
-        ...     _ = open_run_folder(path, {"seed": 1}, "train", first_time={"steps": lambda: 7})
-        ...     open_run_folder(path, {"seed": 1}, "train", first_time={"steps": lambda: 8})
-        {'seed': 1, 'steps': 7}
+    """Opens the folder of a new run, or of one of the same settings but for those that
+    `may_change`; `first_time` computes further entries of its file, which are not compared and
+    returned as well.
     """
     folder, first_time = path.parent, first_time or {}
     check_writable(folder, function)
@@ -165,12 +131,7 @@ def open_run_folder(
 def list_differences(
     there: Mapping[str, Any], here: Mapping[str, Any], *, but: Collection[str] = ()
 ) -> str:
-    """The settings, but for some, in which two runs differ, in words; empty where none does.
-
-    Example:
-        >>> list_differences({"seed": 1, "model": {"size": 8}}, {"seed": 1, "model": {"size": 4}})
-        'model.size is 8 there and 4 here'
-    """
+    """The settings, but for some, in which two runs differ, in words; empty where none does."""
     old = dict(_flatten(there))
     new = dict(_flatten(json.loads(json.dumps(here))))  # tuples are lists in a file
     return "; ".join(
@@ -181,7 +142,6 @@ def list_differences(
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten nested settings: names are joined by dots."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _flatten(value, f"{prefix}{name}.")

@@ -1,7 +1,5 @@
 """Whether the Hugging Face Hub answers."""
 
-from __future__ import annotations
-
 import threading
 
 # A Hub that takes longer to answer is taken for one that cannot be reached.
@@ -9,10 +7,7 @@ _PATIENCE_SECONDS = 2.0
 
 
 def answers() -> bool:
-    """Ask the Hub whether it is there, unless `HF_HUB_OFFLINE` says not to.
-
-    Where it is not, `local_files_only` keeps libraries from trying for half a minute.
-    """
+    """Whether the Hub is there; where it is not, libraries would try for half a minute."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:

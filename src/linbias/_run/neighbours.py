@@ -1,11 +1,7 @@
 """OpenMP's threads spin while they wait, and sleep while other processes want the cores too.
 
-Spinning is fastest alone. Beside a busy process a thread spins away the time that the thread which
-it waits for would need, and a token takes several times as long. How long threads spin is fixed
-when libgomp is loaded (GOMP_SPINCOUNT, OMP_WAIT_POLICY), and no fixed number is good both alone
-and beside others: never to spin costs a training step alone a sixth. But libgomp's threads hardly
-spin where they are more than the cores (its manual, GOMP_SPINCOUNT), and that can be had at any
-time: by a further team of threads, which does nothing.
+Spinning is fastest alone, and slow beside a busy process; GOMP_SPINCOUNT fixes one of the two. But
+libgomp's threads hardly spin where they are more than the cores: a further, idle team sees to it.
 """
 
 import ctypes
@@ -26,10 +22,8 @@ _STAT = Path("/proc/stat")
 
 @contextmanager
 def considerate() -> Iterator[None]:
-    """For the length of the block, have OpenMP's threads sleep while other processes are busy.
-
-    Nothing happens on systems other than Linux, with an OpenMP that is not libgomp, or where the
-    user has set GOMP_SPINCOUNT or OMP_WAIT_POLICY. It decorates the commands that compute.
+    """Within the block, OpenMP's threads sleep while other processes are busy; nothing happens
+    without Linux or libgomp, or where the user has set how long they spin.
     """
     if not _STAT.exists() or _set_by_the_user():
         yield
@@ -86,7 +80,7 @@ def _times() -> tuple[float, float, float]:
 
 
 def _outnumber(cores: int) -> threading.Event:
-    """Keep more threads than cores in libgomp, if it is loaded, until the event is set."""
+    """Keeps more threads than cores in libgomp, if it is loaded, until the event is set."""
     alone = threading.Event()
     libraries = ctypes.CDLL(None)
     if "torch" not in sys.modules or not hasattr(libraries, "GOMP_parallel"):

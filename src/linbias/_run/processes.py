@@ -20,12 +20,10 @@ def is_main() -> bool:
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 def num_processes() -> int:
-    """How many processes there are."""
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
@@ -43,11 +41,7 @@ def joined(device: torch.device) -> Iterator[None]:
 
 
 def choose_device(function: str, name: str) -> torch.device:
-    """Where a process computes, by a name of PyTorch.
-
-    "auto" is a GPU where there is one, of several processes each its own. A `ValueError`, which
-    names `function`, says that it is no device of this machine.
-    """
+    """Where a process computes, by a name of PyTorch; "auto" is its own GPU where there is one."""
     if name == "auto":
         if not torch.cuda.is_available():
             return torch.device("cpu")
@@ -66,7 +60,6 @@ def choose_device(function: str, name: str) -> torch.device:
 
 
 def sum_over_all(numbers: NDArray[Any], device: torch.device) -> NDArray[Any]:
-    """The sum of what every process gives, in every process; exchanged on a device."""
     if num_processes() == 1:
         return numbers
     total = torch.from_numpy(numbers).to(device)
@@ -75,7 +68,6 @@ def sum_over_all(numbers: NDArray[Any], device: torch.device) -> NDArray[Any]:
 
 
 def max_over_all(number: int, device: torch.device) -> int:
-    """The largest of what every process gives, in every process."""
     if num_processes() == 1:
         return number
     largest = torch.tensor(number, device=device)
@@ -85,17 +77,11 @@ def max_over_all(number: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which processes share a sequence with this one.
+    """Which processes share a sequence with this one."""
 
-    Attributes:
-        group: They, in order; None for this one alone.
-        number: Of the group.
-        of: How many groups there are.
-    """
-
-    group: ProcessGroup | None
-    number: int
-    of: int
+    group: ProcessGroup | None  # None for this one alone
+    number: int  # of the group
+    of: int  # how many groups there are
 
     @classmethod
     def by(cls, function: str, size: int) -> "Sharing":
@@ -110,16 +96,12 @@ class Sharing:
 
 
 def wait_for_all() -> None:
-    """Returns when every process has called it."""
     if distributed.is_initialized():
         distributed.barrier()
 
 
 def from_main(compute: Callable[[], T]) -> T:
-    """What the first process computes, in every process; or the ValueError that it raises.
-
-    Every process calls this; only the first one calls `compute`, whose result is pickled.
-    """
+    """What the first process computes, in every process; or the ValueError that it raises."""
     outcome: list[Any] = [None, None]
     if is_main():
         try:

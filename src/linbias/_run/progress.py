@@ -5,13 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 # Called with the amount that is done and the total, or None where the total is unknown.
 Advance = Callable[[int, int | None], None]
@@ -21,23 +15,13 @@ _GROWTH, _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.25, 10.0, 600.0
 
 
 class Pace:
-    """Says when another line of a log is due, by the seconds of a clock.
-
-    That is after ten seconds, then ever more rarely, to every ten minutes.
-
-    Example:
-        >>> seconds = iter([0, 9, 10, 22, 23])
-        >>> pace = Pace(lambda: next(seconds))
-        >>> [pace.is_due() for _ in range(4)]
-        [False, True, False, True]
-    """
+    """Says when a line of a log is due: after 10 seconds, then ever more rarely, to 10 minutes."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._interval = now, _SHORTEST_SECONDS
         self._last = now()
 
     def is_due(self) -> bool:
-        """Whether a line is due; if so, the next one is due later."""
         now = self._now()
         if now - self._last < self._interval:
             return False
@@ -46,12 +30,7 @@ class Pace:
 
 
 def duration(seconds: float) -> str:
-    """A time in hours, minutes and seconds.
-
-    Example:
-        >>> duration(75), duration(3675)
-        ('1:15', '1:01:15')
-    """
+    """A time in hours, minutes and seconds: 1:15, 1:01:15."""
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
@@ -59,11 +38,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(task: str, *, visible: bool, console: Console | None = None) -> Iterator[Advance]:
-    """A bar behind a task, there for the length of the block, as a function that advances it.
-
-    Where the console (by default standard error) is no terminal, a line says how far the task is,
-    after ten seconds and then ever more rarely.
-    """
+    """A bar behind a task, or lines at a `Pace` if this is no terminal, as a function to call."""
     console = console or Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"),

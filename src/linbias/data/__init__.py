@@ -1,10 +1,5 @@
 """Text as tokens: `load_corpus` reads any text, splits it and tokenises it.
 
-    corpus, data_sets   files, folders, globs and Hugging Face data sets, split into train, valid and test
-    tokenizers          bytes, characters, byte pairs
-    dictionary          words, numbered as in the paper's code; words: the same as a tokenizer of Transformers
-    segments            the training sequences of a run; masked, spans: those with tokens to find or to write
-
 Importing this does not import torch: worker processes that need `SPLITS` start quickly.
 """
 

@@ -1,10 +1,7 @@
 """Text to train and test on: Python's own source, files, or a Hugging Face data set.
 
-    documents  ->  train / valid / test text  ->  token ids
-
 Every source ends as three texts that share no document, so that a test measures what a model has
-learned and not what it has memorised. The embedded corpus, "stdlib", is the source of Python's
-standard library: about 9 MB that every machine has, so that nothing has to be downloaded.
+learned, not what it has memorised. "stdlib", Python's own source, is about 9 MB on every machine.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import re
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -48,8 +45,8 @@ _NAMES_OF_SPLITS = {
 _TEXT_SUFFIXES = {".txt", ".md", ".py"}  # a name that ends so means a file, not a data set
 _DATA_SET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
-# Parts of the standard library that some distributions leave out, that later versions drop, or that
-# are data rather than source. Without them, the corpus is much the same on every machine.
+# Parts of the standard library that some distributions leave out, that later versions drop, or
+# that are data rather than source. Without them, the corpus is much the same on every machine.
 _NOT_STDLIB = set(
     "site-packages dist-packages test tests idlelib lib2to3 distutils tkinter turtledemo "
     "ensurepip pydoc_data sitecustomize.py".split()
@@ -92,7 +89,7 @@ class Corpus:
 
 
 class _Splits(NamedTuple):
-    """The text of each split, and what belongs to it: paths of files, or two offsets in one text."""
+    """The text of each split, and what belongs to it: paths of files, or two offsets in a text."""
 
     texts: dict[str, bytes]
     members: dict[str, list[Any]]
@@ -110,28 +107,29 @@ def load_corpus(
 ) -> Corpus:
     """Reads a text, splits it into train, valid and test, and tokenises it.
 
-    A folder may name its splits: train.txt, valid.txt and test.txt, or wiki.train.tokens and so on (also validation, val or dev);
-    its other files are left out. Elsewhere each file goes to one split, by a hash of its path inside the folder: 5 % of the
-    files to test, 5 % to valid, the others to train; a file that repeats another's content is left out. Fewer than three files,
-    or a data set without splits of its own, are one text cut in the same proportions.
+    A folder may name its splits: train.txt, valid.txt and test.txt, or wiki.train.tokens and so on
+    (also validation, val or dev); its other files are left out. Elsewhere a hash of its path
+    inside the folder sends each file to one split: 5 % of them to test, 5 % to valid, the others
+    to train; a file that repeats another's content is left out. Fewer than three files, or a data
+    set without splits of its own, are one text cut in the same proportions.
 
     Args:
         name: "stdlib"; a text file, a folder (every file in it that is not hidden) or a glob; or
             the id of a Hugging Face data set, "owner/name" or "owner/name:configuration".
-            "wikitext-103" and "wikitext-2" are short for Salesforce/wikitext, "tiny-shakespeare" for
-            karpathy/tiny_shakespeare.
-        tokenizer: "bytes", "characters" for those of all three splits, or "bpe" for byte pairs learned from the
-            train split.
+            "wikitext-103" and "wikitext-2" are short for Salesforce/wikitext, "tiny-shakespeare"
+            for karpathy/tiny_shakespeare.
+        tokenizer: "bytes", "characters" for those of all three splits, or "bpe" for byte pairs
+            learned from the train split.
         vocab_size: Number of tokens of "bpe".
         column: The column of a data set that holds the text.
         stream: Read a data set over the network without storing it; for use with `max_bytes`.
         max_bytes: At most this many bytes of UTF-8 per split; None means all.
-        cache_dir: Folder for downloaded data sets and for ids of "bpe". None: the default of the `datasets` library, and ids
-            are not kept.
+        cache_dir: Folder for downloaded data sets and for ids of "bpe". None: the default of the
+            `datasets` library, and ids are not kept.
 
     Raises:
-        ValueError: No such corpus; a folder without files; a file is binary (holds a NUL, or is not UTF-8); the text is
-            too short to be split; or a choice above is not one.
+        ValueError: No such corpus; a folder without files; a file is binary (holds a NUL, or is
+            not UTF-8); the text is too short to be split; or a choice above is not one.
 
     Example:
         >>> corpus = load_corpus("stdlib", max_bytes=100_000)
@@ -174,7 +172,10 @@ def load_corpus(
         num_bytes={split: len(text) for split, text in texts.items()},
         fingerprint=digest,
         location=location,
-        splits={split: _digest(splits.members[split]) for split in SPLITS},
+        splits={
+            split: hashlib.sha256(json.dumps(splits.members[split]).encode()).hexdigest()
+            for split in SPLITS
+        },
     )
 
 
@@ -189,10 +190,7 @@ def find_corpus(name: str) -> None:
 
 
 def read_file(path: Path, *, max_bytes: int | None = None) -> bytes:
-    """Reads a text file whole, or its first `max_bytes` bytes, whole characters.
-
-    A `ValueError` says that it is binary (holds a NUL, or is not UTF-8) or empty.
-    """
+    """Reads a text file whole, or its first `max_bytes` bytes without a part of a character."""
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"read_file: max_bytes must be positive, got {max_bytes}")
     return _clip(_read_text(path), max_bytes)
@@ -213,19 +211,20 @@ def _stdlib_files() -> dict[str, bytes]:
 
 
 def matching_files(name: str, caller: str = "load_corpus") -> list[Path]:
-    """The files that a file, folder or glob means, sorted; of a folder all that are not hidden.
-
-    A `ValueError`, which names `caller`, says that a folder has no such file.
-    """
+    """The files that a file, folder or glob means, sorted; of a folder all that are not hidden."""
     path = Path(name).expanduser()
     if path.is_dir():
-        paths = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
+        paths = [
+            file
+            for file in path.rglob("*")
+            if not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
         if not any(file.is_file() for file in paths):
             raise ValueError(
                 f"{caller}: files must be text files that are not hidden, got none in {name}"
             )
     else:
-        paths = [path] if path.exists() else list(map(Path, glob.glob(str(path), recursive=True)))
+        paths = [path] if path.exists() else [*map(Path, glob.glob(str(path), recursive=True))]
     return sorted(file for file in paths if file.is_file())
 
 
@@ -238,10 +237,6 @@ def _root(name: str) -> Path:
         return path.parent
     plain = takewhile(lambda part: not glob.has_magic(part), path.parent.parts)
     return Path(*plain)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _read_text(path: Path) -> bytes:
@@ -279,7 +274,7 @@ def _named_splits(files: dict[str, bytes]) -> _Splits | None:
 
 
 def _split_files(files: dict[str, bytes]) -> _Splits:
-    """Assigns each file to a split by a hash of its path: arbitrary, but the same on every machine."""
+    """Assigns each file to a split by a hash of its path, which is the same on every machine."""
     unique = {text: path for path, text in sorted(files.items(), reverse=True) if text}
     order = sorted(unique, key=lambda text: hashlib.sha256(os.fsencode(unique[text])).digest())
     if len(order) < len(SPLITS):
@@ -293,8 +288,9 @@ def _split_files(files: dict[str, bytes]) -> _Splits:
 
 def _cut_into_splits(text: bytes) -> _Splits:
     """Cuts one text into a first part to train on and two shorter ones that follow it."""
-    ends = (_before_character(text, round(len(text) * (1 - k * HELD_OUT))) for k in (2, 1))
-    first, second = ends
+    first, second = (
+        _before_character(text, round(len(text) * (1 - k * HELD_OUT))) for k in (2, 1)
+    )
     members = {"train": [0, first], "valid": [first, second], "test": [second, len(text)]}
     return _Splits({split: text[slice(*members[split])] for split in SPLITS}, members)
 
@@ -373,43 +369,34 @@ def _column_text(rows: Any, column: str, max_bytes: int | None) -> bytes:
     return b"".join(parts)
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
 def _tokenise(
-    texts: dict[str, bytes],
-    kind: str,
-    vocab_size: int,
-    cache_dir: str | os.PathLike[str] | None,
+    texts: dict[str, bytes], kind: str, vocab_size: int, cache_dir: str | os.PathLike[str] | None
 ) -> tuple[str, Tokenizer, dict[str, TokenIds]]:
     """A fingerprint of the texts and the tokenizer, the tokenizer, and the ids of each split."""
     digest = hashlib.sha256(json.dumps([kind, vocab_size if kind == "bpe" else 256]).encode())
     for split in SPLITS:
         digest.update(hashlib.sha256(texts[split]).digest())
     fingerprint = digest.hexdigest()
-
-    def make() -> tuple[Tokenizer, dict[str, TokenIds]]:
-        if kind == "bpe":
-            made = train_bpe(texts["train"], vocab_size)
-        elif kind == "bytes":
-            made = byte_tokenizer()
-        else:
-            made = character_tokenizer(c for text in texts.values() for c in set(text.decode()))
-        return made, {split: made.encode(texts[split]) for split in SPLITS}
-
-    if kind != "bpe" or cache_dir is None:
-        return fingerprint, *make()
-    return fingerprint, *_cached(make, Path(cache_dir, f"bpe-{fingerprint[:16]}"))
+    if kind == "bpe":
+        folder = None if cache_dir is None else Path(cache_dir, f"bpe-{fingerprint[:16]}")
+        return fingerprint, *_byte_pairs(texts, vocab_size, folder)
+    if kind == "bytes":
+        made = byte_tokenizer()
+    else:
+        made = character_tokenizer(c for text in texts.values() for c in set(text.decode()))
+    return fingerprint, made, {split: made.encode(texts[split]) for split in SPLITS}
 
 
-def _cached(
-    make: Callable[[], tuple[Tokenizer, dict[str, TokenIds]]], folder: Path
+def _byte_pairs(
+    texts: dict[str, bytes], vocab_size: int, folder: Path | None
 ) -> tuple[Tokenizer, dict[str, TokenIds]]:
-    """As `make`, but once: later calls read the folder, which is there whole or not at all."""
-    if not folder.is_dir():
+    """A trained tokenizer and its ids; those of a folder, which is there whole, once it is."""
+    if folder is None or not folder.is_dir():
+        tokenizer = train_bpe(texts["train"], vocab_size)
+        ids = {split: tokenizer.encode(texts[split]) for split in SPLITS}
+        if folder is None:
+            return tokenizer, ids
         folder.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer, ids = make()
         partial = tempfile.mkdtemp(dir=folder.parent)
         tokenizer.save(partial)
         for split in SPLITS:
@@ -420,8 +407,6 @@ def _cached(
             shutil.rmtree(partial)
             if not folder.is_dir():
                 raise
-    arrays = {
-        split: np.load(folder / f"{split}.npy", mmap_mode="r", allow_pickle=False)
-        for split in SPLITS
-    }
-    return Tokenizer.load(folder), arrays
+    paths = {split: folder / f"{split}.npy" for split in SPLITS}
+    ids = {split: np.load(paths[split], mmap_mode="r", allow_pickle=False) for split in SPLITS}
+    return Tokenizer.load(folder), ids

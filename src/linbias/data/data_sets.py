@@ -1,13 +1,12 @@
 """The text data sets of the Hugging Face Hub, by splits named as everywhere here."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
 from linbias._run.hub import answers
 
-# WikiText as it was written; WIKITEXT_WORDS below has rare words replaced by <unk>, as the paper uses it.
+# WikiText as it was written; WIKITEXT_WORDS below has rare words replaced by <unk>, as the paper
+# uses it.
 WIKITEXT = {
     "wikitext-2": "Salesforce/wikitext:wikitext-2-raw-v1",
     "wikitext-103": "Salesforce/wikitext:wikitext-103-raw-v1",
@@ -24,12 +23,7 @@ def open_data_set(
     cache_dir: str | os.PathLike[str] | None = None,
     reachable: bool | None = None,
 ) -> dict[str, Any]:
-    """Opens "owner/name" or "owner/name:configuration": its rows by "train", "valid" and "test".
-
-    `stream` reads over the network without storing; `cache_dir` is the folder for what is stored,
-    None that of the `datasets` library; `reachable` says whether the Hub answers, None asks it. A
-    `ValueError` says that there is no such data set, or that it cannot be reached.
-    """
+    """Opens "owner/name" or "owner/name:configuration": its rows by split; `stream` keeps none."""
     import datasets  # takes a second to import, and most texts do without
 
     path, _, configuration = id.partition(":")
@@ -45,8 +39,8 @@ def open_data_set(
         if reachable:
             raise ValueError(str(error)) from error
         raise ValueError(
-            "the Hugging Face Hub does not answer, and the data set was not fetched before; where its text lies "
-            "on this machine, give the path: --corpus text.txt"
+            "the Hugging Face Hub does not answer, and the data set was not fetched before; where "
+            "its text lies on this machine, give the path: --corpus text.txt"
         ) from error
     return {"valid" if split == "validation" else split: data[split] for split in data}
 

@@ -1,13 +1,7 @@
 """Text to numbers and back: bytes, characters, or byte pairs learned from a corpus.
 
-Bytes and byte pairs encode every text. Characters encode texts that are made of those of the corpus, and refuse
-others: there is no token for "unknown", whose loss would mean nothing. Whatever is encoded decodes to itself.
-Byte pair encoding without merges is the byte tokenizer. One class and one file format (`tokenizer.json`, which
-`transformers.AutoTokenizer` reads as well) serve all.
-
-Four characters that texts do not use have the roles that ASCII gave them: 0 (NUL) pads, 2 (STX) begins a
-text, 3 (ETX) ends one and 26 (SUB) stands for a masked token. Nothing adds them to a text unasked.
-Sentinels, which stand for spans that were taken out of a text, are ids of their own: `with_sentinels` adds them.
+Bytes and byte pairs encode every text; characters refuse what their corpus does not have. Whatever
+is encoded decodes to itself; `transformers.AutoTokenizer` reads the files of all.
 """
 
 from __future__ import annotations
@@ -30,29 +24,19 @@ TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 
 _FILE = "tokenizer.json"
 _MASK = "\x1a"
+# Characters that texts do not use, in the roles that ASCII gave them. Nothing adds them unasked.
 _ROLES = {"pad_token": "\0", "bos_token": "\2", "eos_token": "\3", "mask_token": _MASK}
 _NUM_SENTINELS = 100
 _SENTINEL = "<extra_id_{}>"  # as of T5
-# The library encodes the pieces of a batch in parallel, which takes much more memory than their ids do.
-# So it gets a text in batches of pieces, each of which is made of whole lines.
+# The library encodes the pieces of a batch in parallel, which takes much more memory than their
+# ids do. So it gets a text in batches of pieces, each of which is made of whole lines.
 _PIECE_BYTES = 1 << 14
 _BATCH_PIECES = 64
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer of bytes, characters or byte pairs.
-
-    A token never crosses a line end, so lines are encoded independently of each other and a text
-    of any size is encoded piece by piece.
-
-    Example:
-        >>> ids = byte_tokenizer().encode("ALiBi")
-        >>> ids.tolist()
-        [65, 76, 105, 66, 105]
-        >>> byte_tokenizer().decode(ids)
-        'ALiBi'
-    """
+    """A tokenizer of which no token crosses a line end, so that a text is encoded part by part."""
 
     backend: tokenizers.Tokenizer
 
@@ -61,7 +45,6 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens; ids are 0 to vocab_size - 1."""
         return int(self.backend.get_vocab_size())
 
     @property
@@ -82,15 +65,7 @@ class Tokenizer:
         return range(0) if first is None else range(first, first + _NUM_SENTINELS)
 
     def with_sentinels(self) -> Tokenizer:
-        """The same tokenizer, with 100 sentinels <extra_id_0>, <extra_id_1>, ... after its other tokens.
-
-        Where there are merges, `encode` takes these names in a text for the sentinels.
-
-        Example:
-            >>> tokenizer = byte_tokenizer().with_sentinels()
-            >>> tokenizer.sentinel_ids, tokenizer.decode([97, 257])
-            (range(256, 356), 'a<extra_id_1>')
-        """
+        """The same tokenizer, with sentinels <extra_id_0>, <extra_id_1>, ... behind its tokens."""
         if self.sentinel_ids:
             return self
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
@@ -99,14 +74,12 @@ class Tokenizer:
         return Tokenizer(backend)
 
     def encode(self, text: str | bytes) -> TokenIds:
-        """The ids of a string or of UTF-8 bytes, in the narrowest of uint8, uint16 and uint32.
-
-        A `ValueError` names a character that the tokenizer does not know.
-        """
+        """The ids of a string or of UTF-8 bytes, in the narrowest of uint8, uint16 and uint32."""
         data = text.encode() if isinstance(text, str) else text
         vocabulary = self.backend.get_vocab(with_added_tokens=False)
         dtype = np.min_scalar_type(self.vocab_size - 1)
-        if self._is_of_characters(vocabulary):
+        is_list = isinstance(self.backend.model, models.WordLevel)
+        if is_list and all(len(token) == 1 for token in vocabulary):
             return _encode_characters(data.decode(), vocabulary).astype(dtype)
         if len(vocabulary) == 256:
             return np.frombuffer(data, np.uint8)  # no merges: the ids are the bytes
@@ -116,10 +89,6 @@ class Tokenizer:
             for piece in self.backend.encode_batch(batch)
         ]
         return np.concatenate(ids) if ids else np.empty(0, dtype)
-
-    def _is_of_characters(self, vocabulary: dict[str, int]) -> bool:
-        is_list = isinstance(self.backend.model, models.WordLevel)
-        return is_list and all(len(token) == 1 for token in vocabulary)
 
     def decode(self, ids: Iterable[int] | TokenIds) -> str:
         """Decodes ids; bytes that form no UTF-8 character become U+FFFD."""
@@ -139,7 +108,6 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Tokenizer:
-        """Reads what `save` wrote; a `ValueError` says that it is not there or damaged."""
         path = Path(folder, _FILE)
         if not path.is_file():
             raise ValueError(f"Tokenizer.load: folder must hold {_FILE}, got {folder}")
@@ -158,9 +126,8 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _encode_characters(text: str, vocabulary: dict[str, int]) -> npt.NDArray[np.int32]:
-    id_of = np.full(
-        max(map(ord, vocabulary)) + 2, -1, np.int32
-    )  # the last entry stands for all characters beyond
+    # The last entry stands for all characters beyond.
+    id_of = np.full(max(map(ord, vocabulary)) + 2, -1, np.int32)
     for character, id in vocabulary.items():
         id_of[ord(character)] = id
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -169,21 +136,15 @@ def _encode_characters(text: str, vocabulary: dict[str, int]) -> npt.NDArray[np.
         first = int(np.argmin(ids))
         unknown = "".join(sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()}))
         raise ValueError(
-            f"Tokenizer.encode: text must be made of the {len(vocabulary) - len(_ROLES):,} characters of the text "
-            f"that was trained on, got {text[first]!a} at character {first:,} ({len(unknown):,} unknown: "
-            f"{unknown[:20]!a}{'...' * (len(unknown) > 20)})"
+            f"Tokenizer.encode: text must be made of the {len(vocabulary) - len(_ROLES):,} "
+            f"characters of the text that was trained on, got {text[first]!a} at character "
+            f"{first:,} ({len(unknown):,} unknown: {unknown[:20]!a}{'...' * (len(unknown) > 20)})"
         )
     return ids
 
 
 def character_tokenizer(characters: Iterable[str]) -> Tokenizer:
-    """The tokenizer of these characters, in the order of Unicode after the four with roles.
-
-    Example:
-        >>> tokenizer = character_tokenizer("to be, or not to be")
-        >>> tokenizer.vocab_size, tokenizer.encode("be not").tolist()
-        (12, [6, 7, 4, 8, 9, 11])
-    """
+    """The tokenizer of these characters, in the order of Unicode after the four with roles."""
     roles = list(_ROLES.values())
     tokens = [*roles, *sorted(set(characters).difference(roles))]
     backend = tokenizers.Tokenizer(
@@ -196,11 +157,7 @@ def character_tokenizer(characters: Iterable[str]) -> Tokenizer:
 
 
 def train_bpe(text: bytes, vocab_size: int) -> Tokenizer:
-    """Learns byte pair encoding, of `vocab_size` tokens with the 256 bytes, from a UTF-8 text.
-
-    The text is split into lines, and those into words, spaces and digits as in GPT-2, before pairs
-    are counted. The same text gives the same tokenizer. A short text may give fewer tokens.
-    """
+    """Learns byte pair encoding of `vocab_size` tokens, with the 256 bytes, from a text."""
     if vocab_size <= 256:
         raise ValueError(f"train_bpe: vocab_size must be above 256 (the bytes), got {vocab_size}")
     backend = _byte_level(models.BPE())
@@ -231,11 +188,9 @@ def _special_tokens() -> list[AddedToken]:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a tokenizer's file.
-
-    As in GPT-2, a byte that is a visible character of Latin-1 stands for itself, and the others take the
-    characters from 256 on, in order. But a byte with a role stands for itself too: its token is then found
-    in a text by the character that it is.
+    """The character that stands for each byte: as in GPT-2, itself where it can be seen, and else
+    one from 256 on. But a byte with a role stands for itself too, so that a text can have its
+    token.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = count(256)

@@ -1,12 +1,6 @@
 """Language models that are trained short and tested long.
 
-    train, TrainSettings                 trains a model, goes on with a run that was stopped, or extends one
-    evaluate                             measures how well a causal model predicts a text, at any length
-    extrapolate, ExtrapolateSettings     compares position methods: the paper's experiment
-    generate                             continues a text
-    StreamScorer, stream                 read and write texts without an end, in constant memory
-
-Each loads what it needs (PyTorch, Transformers) when it is first named.
+Each name loads what it needs (PyTorch, Transformers) when it is first used.
 """
 
 from importlib import import_module

@@ -1,17 +1,8 @@
 """Which of a run's checkpoints are complete and undamaged, and which are no longer needed.
 
-Transformers' Trainer writes a checkpoint as a folder of many files, straight under its final name.
-A run that is killed, or a disk that fills up, leaves a folder that looks like a checkpoint and is
-none. So a checkpoint counts only if it has a `complete.json`, written when every process has saved
-its part. Until then the checkpoints before it are kept.
-
-A checkpoint is also a model that can be evaluated and generated from: it holds the tokenizer.
-
-A disk or a copy may also change a file later. `complete.json` therefore holds the SHA-256 of every
-file, and of itself; a run goes on from the newest checkpoint where they still hold.
+One counts only with its `complete.json`, written when every process has saved its part, with the
+SHA-256 of every file and of itself: a kill or a full disk leaves what merely looks like one.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -23,12 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    PreTrainedModel,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-)
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
 from linbias._run.files import Record, read_json, sha256, write_json
 from linbias._run.processes import from_main, is_main, wait_for_all
@@ -39,16 +25,7 @@ _NUM_KEPT = 2  # the newest, and the one before it in case the newest is damaged
 
 
 class Checkpoints(TrainerCallback):
-    """Marks complete checkpoints, deletes those that they replace, and finds the newest.
-
-    Args:
-        folder: Where the Trainer puts its `checkpoint-<step>` folders.
-        add_files: Called with each new checkpoint before it is complete, to add files to it.
-
-    Attributes:
-        seconds: Training time up to the newest complete checkpoint, over all sessions.
-        saving: Whether a checkpoint, or the model, is being written now.
-    """
+    """Marks complete checkpoints, deletes those that they replace, and knows the newest."""
 
     def __init__(
         self, folder: Path, add_files: Callable[[Path], object] = lambda folder: None
@@ -58,20 +35,13 @@ class Checkpoints(TrainerCallback):
         self.saving = False
 
     def latest(self) -> Path | None:
-        """The newest undamaged checkpoint; None where none was ever completed.
-
-        A `UserWarning` names what is damaged in those that are passed over, and a `ValueError`
-        says that all are damaged. They are deleted, as are those that were never completed. Under
-        torchrun every process calls this.
-        """
+        """The newest undamaged checkpoint, if any was completed; every process calls this."""
         newest = from_main(self._find)
-        if newest is None:
-            return None
-        name, self.seconds = newest
-        return self.folder / name
+        if newest is not None:
+            self.seconds = float(read_json(newest / _MARK, "train")["seconds"])
+        return newest
 
-    def _find(self) -> tuple[str, float] | None:
-        """Name and training time of the newest undamaged checkpoint; deletes those after it."""
+    def _find(self) -> Path | None:
         newest, passed_over, damages = _newest(self.folder)
         if damages and newest is None:
             raise ValueError(
@@ -86,9 +56,7 @@ class Checkpoints(TrainerCallback):
             )
         for checkpoint in passed_over:
             shutil.rmtree(checkpoint)
-        if newest is None:
-            return None
-        return newest.name, float(read_json(newest / _MARK, "train")["seconds"])
+        return newest
 
     def delete(self, *, all_but: int = 0) -> None:
         """Deletes all but so many of the newest, once the model itself is saved."""
@@ -124,11 +92,7 @@ class Checkpoints(TrainerCallback):
 
 
 def readable_model(function: str, path: str | Path) -> str | Path:
-    """The folder to read a model from: of an unfinished run, its newest undamaged checkpoint.
-
-    A `UserWarning` says which checkpoint that is, and a `ValueError`, which names `function`, that
-    there is none. Any other path, or a name on the Hugging Face Hub, is returned as it is.
-    """
+    """The folder to read a model from: of an unfinished run, its newest undamaged checkpoint."""
     folder = Path(path)
     if (folder / "config.json").exists() or not _is_run(folder):
         return path
@@ -153,16 +117,11 @@ def readable_model(function: str, path: str | Path) -> str | Path:
 def open_model(
     function: str, path: str | Path, argument: str = "folder", *, device: Any = None
 ) -> tuple[Files, PreTrainedModel]:
-    """The files and the model that are read for a path, as `readable_model` says.
-
-    Errors name the function, and the path as its argument.
-    """
     files = Files.at(function, readable_model(function, path), argument)
     return files, load(files, device=device)
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a training run began in a folder."""
     try:
         return "steps" in read_json(folder / "settings.json", "")
     except (OSError, ValueError):
@@ -184,7 +143,7 @@ def _newest(folder: Path) -> tuple[Path | None, list[Path], list[str]]:
 
 
 def _list(folder: Path) -> list[Path]:
-    """List all checkpoints, complete or not, oldest first, and no other entry of the folder."""
+    """All checkpoints, complete or not, oldest first, and no other entry of the folder."""
     steps = {}
     for path in folder.glob("checkpoint-*"):
         number = re.fullmatch(r"checkpoint-([0-9]+)", path.name)
@@ -194,7 +153,7 @@ def _list(folder: Path) -> list[Path]:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """Say what is wrong with a checkpoint that has its mark; None if it is whole."""
+    """What is wrong with a checkpoint that has its mark; None if it is whole."""
     try:
         mark = read_json(checkpoint / _MARK, "train")
         whole = mark.pop("mark") == _digest_of(mark)

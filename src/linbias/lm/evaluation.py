@@ -1,20 +1,8 @@
 """How well a language model predicts a text when it reads `length` tokens at a time.
 
-A text of N tokens has N - 1 predictions: prediction i reads tokens up to i and scores token i + 1.
-Both modes score every prediction exactly once, so their numbers, and those of all lengths, compare:
-
-    segments (stride=None), length 4          sliding window, length 4, stride 2
-    predictions 0 1 2 3|4 5 6 7|8 9           0 1 2 3 4 5 6 7 8 9
-                * * * *                       * * * *
-                        * * * *                   . . * *
-                                * *                   . . * *
-                                                          . . * *       (. read, * scored)
-
-Segments are the cheap mode of the paper: the first tokens of a segment are predicted from almost
-no context (the "early token curse", appendix B). A sliding window gives each prediction at least
-length - stride + 1 tokens of context; with stride 1 it always has the last `length` tokens. An
-exact window cannot be read from a cache, since a deep state depends on tokens that have left the
-window: each window is read anew, and many windows are read in one batch.
+Segments are the cheap mode of the paper: the first tokens of each have almost no context (appendix
+B). A sliding window gives each at least length - stride + 1 tokens, and no cache could: its deep
+states depend on tokens that have left the window.
 """
 
 from __future__ import annotations
@@ -23,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -49,45 +37,34 @@ _OTHERS = {
     LinbiasForMaskedLM: "sees later tokens (evaluate_hidden scores it)",
     LinbiasForConditionalGeneration: "reads one text to write another (evaluate_hidden scores it)",
 }
-# The largest number of float32 logits that are held at once, 64 MiB. A larger one makes nothing faster.
+# Float32 logits that are held at once at most, 64 MiB: more make nothing faster.
 MAX_LOGITS = 2**24
-# The dtype of matrix products in each precision. Losses are always float32, and their sums float64.
+# The dtype of matrix products in each precision. Losses are always float32, and their sums
+# float64.
+_PLAIN = {"use_cache": False, "return_dict": True}
 _DTYPES = dict(zip(PRECISIONS, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 
 
 @dataclass(frozen=True)
 class Evaluation(Likelihood):
-    """What `evaluate` measured.
+    """What `evaluate` measured."""
 
-    Attributes:
-        length: Tokens read at a time.
-        stride: Tokens by which the window moves; None for segments without overlap.
-        num_tokens: Predictions scored.
-        num_bytes: UTF-8 bytes of the scored tokens; None where the text's size was not given.
-        nll: Mean negative log likelihood, nats per token.
-        tokens_per_second: Predictions scored per second of wall time.
-        peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile; of several processes,
-            the highest.
-        loss_by_position: [length], mean nll of the predictions made from 1, 2, ... length tokens
-            of context; None where there was no such prediction.
-        count_by_position: [length], how many predictions that is the mean of.
-    """
-
-    length: int
-    stride: int | None
-    num_tokens: int
-    num_bytes: int | None
+    length: int  # tokens read at a time
+    stride: int | None  # tokens by which the window moves; None for segments without overlap
+    num_tokens: int  # predictions scored
+    num_bytes: int | None  # of UTF-8, of the scored tokens; None where not known
     nll: float
-    tokens_per_second: float
-    peak_memory_bytes: int
-    loss_by_position: tuple[float | None, ...]
-    count_by_position: tuple[int, ...]
+    tokens_per_second: float  # of predictions and of wall time
+    peak_memory_bytes: int  # of the process, or of the CUDA device; the highest of several
+    loss_by_position: tuple[float | None, ...]  # [length], of predictions from 1, 2, ... tokens
+    count_by_position: tuple[int, ...]  # [length], how many predictions that is the mean of
 
     def __repr__(self) -> str:
         bits = "" if self.bits_per_byte is None else f", bits_per_byte={self.bits_per_byte:.4f}"
         return (
-            f"Evaluation(length={self.length}, stride={self.stride}, num_tokens={self.num_tokens}, "
-            f"nll={self.nll:.4f}, perplexity={self.perplexity:.4f}{bits})"
+            f"Evaluation(length={self.length}, stride={self.stride}, "
+            f"num_tokens={self.num_tokens}, nll={self.nll:.4f}, "
+            f"perplexity={self.perplexity:.4f}{bits})"
         )
 
     @property
@@ -104,35 +81,17 @@ class Evaluation(Likelihood):
         return replace(self, length=read, loss_by_position=losses, count_by_position=counts)
 
     def to_dict(self) -> Record:
-        """All fields and both properties as JSON values."""
-        return {
-            **asdict(self),
-            "perplexity": self.perplexity,
-            "bits_per_byte": self.bits_per_byte,
-            "loss_by_position": list(self.loss_by_position),
-            "count_by_position": list(self.count_by_position),
-        }
+        return {**super().to_dict(), "bits_per_byte": self.bits_per_byte}
 
     @classmethod
     def from_dict(cls, record: Record) -> Evaluation:
-        """The reverse of `to_dict`; entries that are no fields are ignored."""
         values = {f.name: record[f.name] for f in fields(cls)}
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**values | lists)
 
 
 def windows(num_predictions: int, length: int, stride: int | None = None) -> Iterator[Window]:
-    """The windows that score each of `num_predictions` predictions once, as drawn above.
-
-    The last segment may be shorter than `length`. The last sliding window may score fewer than
-    `stride` predictions, but reads `length` tokens like the others (if the text has so many).
-
-    Example:
-        >>> [tuple(window) for window in windows(7, length=4)]
-        [(0, 4, 4), (4, 7, 3)]
-        >>> [tuple(window) for window in windows(7, length=4, stride=2)]
-        [(0, 4, 4), (2, 6, 2), (3, 7, 1)]
-    """
+    """The windows that score each prediction once; sliding ones all read `length` tokens."""
     if stride is None:
         for start in range(0, num_predictions, length):
             stop = min(start + length, num_predictions)
@@ -163,24 +122,25 @@ def evaluate(
 
         nll = mean over i of -log p(ids[i + 1] | ids[window start .. i])
 
-    Every token after the first is scored exactly once, at every length and stride. The losses are float32, their sums
-    float64. Processes of an initialised group of torch.distributed share the batches: all call this with the same arguments
-    but for the device, and return the same result.
+    Every token after the first is scored exactly once, at every length and stride. The losses are
+    float32, their sums float64. Processes of an initialised group of torch.distributed share the
+    batches: all call this with the same arguments but for the device, and return the same result.
 
     Args:
         model: Any Transformers causal language model, of linbias or not.
         ids: [N], integers, N >= 2: the text as the model's tokens.
         length: Tokens read at a time; may be more than N.
         stride: None for segments without overlap, else 1 <= stride <= length.
-        num_bytes: UTF-8 bytes of the text that `ids` encodes, for bits per byte; in proportion where fewer tokens are scored.
+        num_bytes: UTF-8 bytes of the text that `ids` encodes, for bits per byte; in proportion
+            where fewer tokens are scored.
         batch_tokens: Tokens read in one forward pass (at least one window).
         limit_tokens: Score at most this many predictions, from the start of the text.
         device: Where to compute; None leaves the model where it is.
         precision: "fp32", "bf16", or on a GPU "fp16", of matrix products; the weights are then
             float32. None computes in the type of the weights.
         progress: Called with (predictions scored, predictions to score) after each batch.
-        context_parallel: Processes that share each window, a piece each (`linbias.torch.context_parallel`); their number must
-            be a multiple. The model's attention is linbias'.
+        context_parallel: Processes that share each window (`linbias.torch.context_parallel`);
+            their number must be a multiple. The model's attention is linbias'.
 
     Returns:
         The Evaluation.
@@ -214,22 +174,21 @@ def evaluate(
     num_done, start_time = 0, time.perf_counter()
     with computing(model, device, precision, min(length, num_tokens)) as memory:
         separate = _head_is_separate(model, ids[:8])
-        batches = _batches(model, ids, num_tokens, length, stride, batch_tokens, separate)
-        for inputs, targets in islice(batches, sharing.number, None, sharing.of):
-            rows, keep = targets.shape
-            scored = range(inputs.shape[1] - keep, inputs.shape[1])
-            if sharing.group is not None:
-                losses, scored = _losses_of_piece(model, inputs, targets, separate, sharing.group)
-            else:
-                losses = _losses(model, inputs, targets, separate)
+        if not separate:  # all logits of a batch are held at once
+            vocab_size = model.config.get_text_config().vocab_size
+            batch_tokens = min(batch_tokens, MAX_LOGITS // vocab_size)
+        batches = equal_windows(windows(num_tokens, length, stride), batch_tokens)
+        for batch in islice(batches, sharing.number, None, sharing.of):
+            tokens = rows_of(ids, batch, model.device)
+            inputs, targets = tokens[:, :-1], tokens[:, -batch[0].keep :]
+            losses, scored = _own_losses(model, inputs, targets, separate, sharing.group)
             loss_sum[scored.start : scored.stop] += losses.double().sum(0).cpu().numpy()
-            count[scored.start : scored.stop] += rows
-            num_done += rows * len(scored)
+            count[scored.start : scored.stop] += len(batch)
+            num_done += losses.numel()
             if progress is not None:
                 progress(min(num_done * num_processes(), num_tokens), num_tokens)
     loss_sum, count = sum_over_all(loss_sum, model.device), sum_over_all(count, model.device)
     seconds = time.perf_counter() - start_time
-
     return Evaluation(
         length=length,
         stride=stride,
@@ -248,7 +207,6 @@ def evaluate(
 def check_call(
     model: PreTrainedModel, length: int, batch_tokens: int, limit_tokens: int | None
 ) -> None:
-    """Refuses a number below 1, or a length beyond the model's table of positions."""
     least_one = {"length": length, "batch_tokens": batch_tokens, "limit_tokens": limit_tokens}
     for name, value in least_one.items():
         if value is not None and value < 1:
@@ -263,16 +221,9 @@ def check_call(
 
 @contextmanager
 def computing(
-    model: PreTrainedModel,
-    device: torch.device | str | None,
-    precision: str | None,
-    longest: int,
+    model: PreTrainedModel, device: torch.device | str | None, precision: str | None, longest: int
 ) -> Iterator[PeakMemory]:
-    """Within the block, a model computes for an evaluation, whose memory is measured.
-
-    It is in evaluation mode, without gradients, and moved to a device, unless that is None; its
-    longest input has so many tokens. `precision` is as for `evaluate`.
-    """
+    """Within the block, a model computes for an evaluation, and its memory is measured."""
     if device is not None:
         model.to(device)
     was_training = model.training
@@ -312,62 +263,39 @@ def _computing_in(model: PreTrainedModel, precision: str | None) -> Iterator[Non
             weight.data = data
 
 
-def _batches(
-    model: PreTrainedModel,
-    ids: NDArray[Any],
-    num_tokens: int,
-    length: int,
-    stride: int | None,
-    batch_tokens: int,
-    head_is_separate: bool,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of equal windows: inputs [rows, width], and targets [rows, keep] of their ends."""
-    if not head_is_separate:  # all logits of a batch are held at once
-        vocab_size = model.config.get_text_config().vocab_size
-        batch_tokens = min(batch_tokens, MAX_LOGITS // vocab_size)
-    for batch in equal_windows(windows(num_tokens, length, stride), batch_tokens):
-        rows = rows_of(ids, batch, model.device)
-        yield rows[:, :-1], rows[:, -batch[0].keep :]
-
-
 def _head_is_separate(model: PreTrainedModel, ids: NDArray[Any]) -> bool:
-    """Whether logits are head(hidden), so that they can be computed and scored part by part.
-
-    Some models scale or cap their logits after the head. A few tokens are enough to see it.
-    """
+    """Whether logits are head(hidden), to be scored in parts: some models scale or cap them."""
     if hasattr(model, "log_probs"):
         return True
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
         return False
     inputs = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
-    hidden = model.base_model(
-        input_ids=inputs, use_cache=False, return_dict=True
-    ).last_hidden_state
-    logits = model(input_ids=inputs, use_cache=False, return_dict=True).logits
+    hidden = model.base_model(input_ids=inputs, **_PLAIN).last_hidden_state
+    logits = model(input_ids=inputs, **_PLAIN).logits
     return torch.equal(head(hidden).to(logits.dtype), logits)
 
 
-def _losses_of_piece(
+def _own_losses(
     model: PreTrainedModel,
     inputs: Tensor,
     targets: Tensor,
     head_is_separate: bool,
-    group: ProcessGroup,
+    group: ProcessGroup | None,
 ) -> tuple[Tensor, range]:
-    """The nll of the targets in this process's piece of the windows, and where in the windows they are."""
+    """The nll of the targets in this process's part of the windows, and where there they are."""
     width, (rows, keep) = inputs.shape[1], targets.shape
     first_scored = width - keep
-    if width < group.size():  # too short to be cut
-        if group.rank():
+    if group is None or width < group.size():  # too short to be cut
+        if group is not None and group.rank():
             return targets.new_zeros(rows, 0), range(0)
         return _losses(model, inputs, targets, head_is_separate), range(first_scored, width)
-    places = shard(torch.arange(width), 0, group)
-    begin, end = int(places[0]), int(places[-1]) + 1
+    part = shard(torch.arange(width), 0, group)
+    begin, end = int(part[0]), int(part[-1]) + 1
     scored = range(max(begin, first_scored), max(end, first_scored))
     own = targets[:, scored.start - first_scored : scored.stop - first_scored]
     with use(group):
-        # Others read its keys, also where nothing of the piece is scored.
+        # Others read its keys, also where nothing of it is scored.
         read = own if len(scored) else torch.zeros_like(inputs[:, :1])
         losses = _losses(model, inputs[:, begin:end], read, head_is_separate)
     return losses[:, : len(scored)], scored
@@ -381,11 +309,9 @@ def _losses(
         return -model.log_probs(inputs, targets)
     rows, keep = targets.shape
     if not head_is_separate:
-        logits = model(input_ids=inputs, use_cache=False, return_dict=True).logits[:, -keep:]
+        logits = model(input_ids=inputs, **_PLAIN).logits[:, -keep:]
         return F.cross_entropy(logits.float().mT, targets, reduction="none")
-    hidden = model.base_model(
-        input_ids=inputs, use_cache=False, return_dict=True
-    ).last_hidden_state[:, -keep:]
+    hidden = model.base_model(input_ids=inputs, **_PLAIN).last_hidden_state[:, -keep:]
     head: nn.Module = model.get_output_embeddings()
     part_rows = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
     parts = zip(

@@ -1,12 +1,6 @@
-"""The paper's experiment: train short, test long, with every position method.
+"""The paper's experiment: train short, test long, with position methods that alone differ.
 
-    for each seed, training length, method:  train a model      models/<method>-L<length>-s<seed>/
-        for each test length:                measure its loss   a line of results.jsonl
-    then:  results.json, extrapolation.png, report.html
-
-Models that are compared differ in `position` alone: corpus, order of the text, seed and budget are
-the same. A run that is stopped at any moment continues when it is started again: finished models
-are not trained again (see `linbias.lm.train`), and no measurement is repeated.
+A run that was stopped goes on: no finished model is trained again, no measurement repeated.
 """
 
 from __future__ import annotations
@@ -14,10 +8,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -27,7 +21,7 @@ from linbias._run.files import JsonLog, Record, write_json
 from linbias._run.folders import hold_run_folder, open_run_folder
 from linbias._run.progress import progress_bar
 from linbias.data.corpus import Corpus, load_corpus
-from linbias.lm.evaluation import Evaluation, evaluate
+from linbias.lm.evaluation import evaluate
 from linbias.lm.report.page import write_report
 from linbias.lm.report.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import ExtrapolateSettings
@@ -90,18 +84,33 @@ def extrapolate(
         open_run_folder(folder / "settings.json", identity, "extrapolate")
         log = JsonLog(folder / "results.jsonl")
         console = Console(stderr=True, quiet=not progress)
-        run = _Run(settings=settings, corpus=corpus, log=log, console=console)
-
         trainings: list[TrainingRecord] = []
         evaluations: list[EvaluationRecord] = []
         models = list(product(settings.seeds, settings.train_lengths, settings.methods))
         for number, (seed, train_length, method) in enumerate(models, start=1):
-            run.console.print(
-                f"\n[bold]Model {number} of {len(models)}: {METHODS[method].label}[/]"
-            )
+            console.print(f"\n[bold]Model {number} of {len(models)}: {METHODS[method].label}[/]")
             model_folder = folder / "models" / f"{method}-L{train_length}-s{seed}"
-            trainings.append(run.train_model(method, train_length, seed, model_folder))
-            evaluations += run.test_model(method, train_length, seed, model_folder)
+            key: Record = {"method": method, "train_length": train_length, "seed": seed}
+            training = settings.train_settings_of(**key)
+            metrics = train(
+                training, corpus, model_folder, progress=progress, keep_checkpoint=False
+            )
+            trainings.append(_record_once(log, TrainingRecord, key, metrics.to_dict))
+            model = load(model_folder)
+            limit = position_limit(model) or math.inf
+            measured = [
+                _record_once(
+                    log,
+                    EvaluationRecord,
+                    {**key, "test_length": length},
+                    partial(_test, settings, corpus, model, length, console),
+                )
+                for length in settings.test_lengths_of(train_length)
+                if length <= limit
+            ]
+            losses = "  ".join(f"{r.test_length:,}: {r.bits_per_byte:.3f}" for r in measured)
+            console.print(f"  bits per byte at  {losses}", highlight=False, soft_wrap=True)
+            evaluations += measured
 
         results = ExtrapolationResults(
             made=_describe(settings, corpus, command, trainings, evaluations),
@@ -124,76 +133,39 @@ def _check_test_split(settings: ExtrapolateSettings, corpus: Corpus) -> None:
         )
 
 
+def _test(
+    settings: ExtrapolateSettings, corpus: Corpus, model: Any, length: int, console: Console
+) -> Record:
+    task = f"  testing on {length:,} tokens"
+    with progress_bar(task, visible=True, console=console) as advance:
+        return evaluate(
+            model,
+            corpus.test,
+            length=length,
+            stride=settings.stride,
+            num_bytes=corpus.num_bytes["test"],
+            limit_tokens=settings.limit_tokens,
+            progress=advance,
+        ).to_dict()
+
+
 SomeRecord = TypeVar("SomeRecord", TrainingRecord, EvaluationRecord)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Trains and tests models, and keeps what was measured in a log."""
-
-    settings: ExtrapolateSettings
-    corpus: Corpus
-    log: JsonLog
-    console: Console
-
-    def train_model(
-        self, method: str, train_length: int, seed: int, folder: Path
-    ) -> TrainingRecord:
-        metrics = train(
-            self.settings.train_settings_of(method, train_length, seed),
-            self.corpus,
-            folder,
-            progress=not self.console.quiet,
-            keep_checkpoint=False,
-        )
-        key = TrainingRecord.key(method, train_length, seed)
-        return self._record_once(TrainingRecord, key, metrics.to_dict)
-
-    def test_model(
-        self, method: str, train_length: int, seed: int, folder: Path
-    ) -> list[EvaluationRecord]:
-        """The model's record at every test length that it can read."""
-        model = load(folder)
-        limit = position_limit(model) or math.inf
-        records = []
-        for length in self.settings.test_lengths_of(train_length):
-            if length > limit:
-                continue
-
-            def measure(length: int = length) -> Record:
-                task = f"  testing on {length:,} tokens"
-                with progress_bar(task, visible=True, console=self.console) as advance:
-                    return evaluate(
-                        model,
-                        self.corpus.test,
-                        length=length,
-                        stride=self.settings.stride,
-                        num_bytes=self.corpus.num_bytes["test"],
-                        limit_tokens=self.settings.limit_tokens,
-                        progress=advance,
-                    ).to_dict()
-
-            key = EvaluationRecord.key(method, train_length, seed, test_length=length)
-            records.append(self._record_once(EvaluationRecord, key, measure))
-        losses = "  ".join(f"{r.test_length:,}: {r.bits_per_byte:.3f}" for r in records)
-        self.console.print(f"  bits per byte at  {losses}", highlight=False, soft_wrap=True)
-        return records
-
-    def _record_once(
-        self, kind: type[SomeRecord], key: Record, measure: Callable[[], Record]
-    ) -> SomeRecord:
-        """The record of the log that has these values; if there is none, it is measured."""
-        record = self.log.find(**key)
-        if record is None:
-            record = {**key, **measure(), "date": _machine.now()}
-            self.log.append(record)
-        try:
-            return kind.from_dict(record)
-        except ValueError as error:
-            line = self.log.records.index(record) + 1
-            raise ValueError(
-                f"extrapolate: line {line} of {self.log.path} is damaged ({error})"
-            ) from error
+def _record_once(
+    log: JsonLog, kind: type[SomeRecord], key: Record, measure: Callable[[], Record]
+) -> SomeRecord:
+    """The record of the log that has these values; if there is none, it is measured."""
+    key = {"kind": kind.kind, **key}
+    record = log.find(**key)
+    if record is None:
+        record = {**key, **measure(), "date": _machine.now()}
+        log.append(record)
+    try:
+        return kind.from_dict(record)
+    except ValueError as error:
+        line = log.records.index(record) + 1
+        raise ValueError(f"extrapolate: line {line} of {log.path} is damaged ({error})") from error
 
 
 def _describe(
@@ -205,8 +177,9 @@ def _describe(
 ) -> dict[str, str]:
     """How the results were made, in words for the report."""
     seconds = sum(record.metrics.seconds for record in trainings)
-    seconds += sum(_seconds(record.evaluation) for record in evaluations)
-    metrics, num_scored = trainings[0].metrics, evaluations[0].evaluation.num_tokens
+    measured = [record.evaluation for record in evaluations]
+    seconds += sum(each.num_tokens / each.tokens_per_second for each in measured)
+    metrics, num_scored = trainings[0].metrics, measured[0].num_tokens
     training, config = settings.training, LinbiasConfig(**settings.training.model)
     step_tokens = training.batch_size * training.length
     versions = {name: version for name, version in _machine.versions().items() if version}
@@ -225,7 +198,3 @@ def _describe(
         f"{training.learning_rate:g}, {training.precision}",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
-
-
-def _seconds(evaluation: Evaluation) -> float:
-    return evaluation.num_tokens / evaluation.tokens_per_second

@@ -10,7 +10,7 @@ import torch
 from tokenizers.decoders import DecodeStream
 from transformers import TextStreamer
 
-from linbias.data.spans import SpanTokens
+from linbias.data.segments import SpanTokens
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.checkpoints import open_model
 from linbias.lm.streaming import stream as stream_tokens
@@ -34,24 +34,27 @@ def generate(
 ) -> str:
     """Continues a prompt with a model from a folder or the Hugging Face Hub.
 
-    A sequence-to-sequence model of linbias writes the spans that <extra_id_0>, <extra_id_1> and so on stand for.
+    A sequence-to-sequence model of linbias writes the spans that <extra_id_0>, <extra_id_1> and so
+    on stand for.
 
     Args:
-        path: As for `linbias.models.load`; or the folder of a run that has not finished, whose newest undamaged
-            checkpoint is read.
+        path: As for `linbias.models.load`; or the folder of a run that has not finished, whose
+            newest undamaged checkpoint is read.
         prompt: Not empty; text that UTF-8 can write.
         max_new_tokens: Tokens to write at most; the model may end the text earlier.
         temperature: Divides the logits before sampling; 0 always takes the likeliest token.
         top_k: Sample among the k likeliest tokens; 0: among all.
         seed: Sets PyTorch's generator; the same seed writes the same text.
-        stream: Print the text as it is written, after a prompt of at most 200 characters; with gaps filled in, at the end.
+        stream: Print the text as it is written, after a prompt of at most 200 characters; with
+            gaps filled in, at the end.
 
     Returns:
-        The prompt and its continuation; or the prompt with its gaps filled in, as far as the model wrote something for them.
+        The prompt and its continuation; or the prompt with its gaps filled in, as far as the model
+        wrote something for them.
 
     Raises:
-        ValueError: An argument breaks a rule above, there is no such model, or the prompt of a sequence-to-sequence
-            model has no gap.
+        ValueError: An argument breaks a rule above, there is no such model, or the prompt of a
+            sequence-to-sequence model has no gap.
     """
     if max_new_tokens < 1:
         raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -84,14 +87,7 @@ def generate_endlessly(
     top_k: int = 0,
     seed: int = 0,
 ) -> tuple[Iterator[str], WindowCache]:
-    """What `generate` writes after a prompt, without an end and in constant memory.
-
-    `max_new_tokens` None sets no end but the model's own, which has linear biases. Returns the
-    text that follows the prompt, a few characters at a time; and the cache, all that is kept.
-
-    Raises:
-        ValueError: As `generate`; or the model can have no `WindowCache`.
-    """
+    """What `generate` writes after a prompt, without an end; and the cache, all that is kept."""
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
     _, model, tokenizer, inputs = _opened(path, prompt, temperature, top_k)
@@ -119,7 +115,7 @@ def _decoded(tokenizer: Any, before: list[int], tokens: Iterator[int]) -> Iterat
 def _opened(
     path: str | Path, prompt: str, temperature: float, top_k: int
 ) -> tuple[Files, Any, Any, Any]:
-    """The files, model, tokenizer and tokens of a prompt, once all of them are known to be good."""
+    """Files, model, tokenizer and tokens of a prompt, once all are known to be good."""
     if not prompt:
         raise ValueError("generate: prompt must not be empty")
     try:
@@ -137,14 +133,16 @@ def _opened(
     model, tokenizer = prepack(loaded), load_tokenizer(files)
     if not model.can_generate():
         raise ValueError(
-            f"generate: path must hold a causal model, got {path}, which tells masked tokens from both sides"
+            f"generate: path must hold a causal model, got {path}, which tells masked tokens from "
+            "both sides"
         )
     try:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     except Exception as error:  # the library raises its own kind for a character that has no token
         encode(files, prompt.encode())  # names the character
         raise ValueError(
-            f"generate: prompt must be text that the model's tokenizer reads, got {prompt!r} ({error})"
+            "generate: prompt must be text that the model's tokenizer reads, got "
+            f"{prompt!r} ({error})"
         ) from error
     return files, model, tokenizer, inputs.to(model.device)
 
@@ -174,8 +172,8 @@ def _with_spans(
             span.append(token)
     if not any(spans.get(token) for token in prompt):
         warnings.warn(
-            "generate: the model wrote nothing for any gap of the prompt: another seed or temperature may help, or "
-            "longer training",
+            "generate: the model wrote nothing for any gap of the prompt: another seed or "
+            "temperature may help, or longer training",
             stacklevel=3,
         )
     return [new for token in prompt for new in spans.get(token, [token])]

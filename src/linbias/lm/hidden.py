@@ -1,31 +1,13 @@
-"""How well a model tells tokens that are hidden from it when it reads `length` tokens of a text at a time.
+"""How well a model tells tokens that are hidden from it when it reads `length` at a time.
 
-A masked model tells masked tokens from those on both sides; a sequence-to-sequence model writes spans that were taken
-out. Which tokens are hidden is decided once for all of the text, before it is cut: at every length, and for every model
-of the same tokenizer, the same tokens are hidden and scored, each exactly once. How much of the text around them is
-read at a time differs.
-
-    text            t t m t t t m t t t t m             t(s s)t t t t(s)t t t(s s s)t t
-    in blocks       t t m t|t t m t|t t t m             t(s s)t t t|t(s)t t t|.(s s s)t t
-    with a stride   . . m t                             t(s s). . .
-                        . t t .                               t t t .(.)
-                            . m t .  ...                            t(s)t . .     ...     (. read, the others scored)
-
-Blocks (stride=None) are the cheap mode: a token at the end of one is told from one side alone, and longer blocks have
-fewer ends. With a stride, only the middle `stride` tokens of a block are scored, so that each has at least
-(length - 1 - stride) / 2 tokens on either side, but at the ends of the text. The token that begins a sequence comes
-before every block and counts in its length.
-
-No block is cut inside a span, and the spans that begin in its middle are scored: their tokens, given those before them.
-Sentinels and the end are written too, and not scored: how many there are depends on the cuts.
+Which ones are masked, or in spans to be written, is decided once for the whole text: all lengths
+score the same. Without a stride, those at the end of a block are told from one side.
 """
-
-from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -39,12 +21,14 @@ from transformers import PreTrainedModel
 
 from linbias._run.files import Record
 from linbias._run.processes import max_over_all, num_processes, rank, sum_over_all
-from linbias.data.masked import MASK_SHARE, MaskTokens, masked_rows
-from linbias.data.spans import (
+from linbias.data.segments import (
     LONGEST_SPAN,
+    MASK_SHARE,
+    MaskTokens,
     Spans,
     SpanTokens,
     draw_spans,
+    masked_rows,
     span_batch,
     span_row,
 )
@@ -54,40 +38,31 @@ from linbias.lm.windows import Likelihood, check_tokens
 
 @dataclass(frozen=True)
 class HiddenEvaluation(Likelihood):
-    """What `evaluate_hidden` measured; fields that `Evaluation` has too mean the same.
-
-    Attributes:
-        num_tokens: Tokens of the text.
-        num_scored: Hidden ones, all of which were scored.
-        nll: Mean negative log likelihood, nats per hidden token.
-        accuracy: Share of the hidden tokens that the model held for the likeliest.
-        num_spans: Spans that were taken out; None where tokens were masked.
-    """
+    """What `evaluate_hidden` measured; fields that `Evaluation` has too mean the same."""
 
     length: int
     stride: int | None
-    num_tokens: int
-    num_scored: int
-    nll: float
-    accuracy: float
+    num_tokens: int  # of the text
+    num_scored: int  # hidden ones
+    nll: float  # nats per hidden token
+    accuracy: float  # share of the hidden tokens that the model held for the likeliest
     tokens_per_second: float
     peak_memory_bytes: int
-    num_spans: int | None = None
+    num_spans: int | None = None  # None where tokens were masked
 
     @property
     def bits_per_hidden_token(self) -> float:
         return self.nll / math.log(2.0)
 
     def describe(self) -> str:
-        """What was scored, in words."""
         hid = "masked" if self.num_spans is None else f"took out {self.num_spans:,} spans"
         return f"{hid} and scored {self.num_scored:,} of {self.num_tokens:,} tokens"
 
     def to_dict(self) -> Record:
-        """All fields that are known, and the perplexity, as JSON values."""
-        spans = {} if self.num_spans is None else {"num_spans": self.num_spans}
-        known = {name: value for name, value in asdict(self).items() if name != "num_spans"}
-        return {**known, **spans, "perplexity": self.perplexity}
+        values = super().to_dict()
+        if self.num_spans is None:
+            del values["num_spans"]
+        return values
 
 
 class Block(NamedTuple):
@@ -100,14 +75,7 @@ class Block(NamedTuple):
 
 
 def masked_blocks(num_tokens: int, width: int, stride: int | None = None) -> Iterator[Block]:
-    """The blocks that score each token once, as drawn above; the last one reaches back so as to be whole.
-
-    Example:
-        >>> [tuple(block) for block in masked_blocks(7, width=3)]
-        [(0, 3, 0, 3), (3, 6, 3, 6), (4, 7, 6, 7)]
-        >>> [tuple(block) for block in masked_blocks(6, width=4, stride=2)]
-        [(0, 4, 0, 3), (2, 6, 3, 6)]
-    """
+    """The blocks that score each token once; the last one reaches back so as to be whole."""
     stride = stride or width
     behind = width - stride - (width - stride) // 2
     scored = start = 0
@@ -119,35 +87,23 @@ def masked_blocks(num_tokens: int, width: int, stride: int | None = None) -> Ite
 
 
 def masked_positions(num_tokens: int) -> NDArray[np.bool_]:
-    """Which tokens of a text are masked: [num_tokens]. Those of a longer text begin with those of a shorter one.
-
-    Example:
-        >>> masked_positions(5).tolist()
-        [False, False, True, True, False]
-    """
+    """Which tokens of a text are masked: of a longer one, first those of a shorter one."""
     return np.random.default_rng(0).random(num_tokens) < MASK_SHARE
 
 
 def spans_of_text(num_tokens: int) -> Spans:
-    """The spans that are taken out of a text, to be scored."""
     return draw_spans(num_tokens, seed=(0,))
 
 
 def span_blocks(num_tokens: int, width: int, stride: int, spans: Spans) -> Iterator[Block]:
-    """The blocks that score each span once: up to `width` tokens, of which up to `stride` in the middle are scored.
-
-    Example:
-        >>> spans = Spans(np.array([3]), np.array([6]))
-        >>> [tuple(block) for block in span_blocks(9, width=4, stride=4, spans=spans)]
-        [(0, 3, 0, 3), (3, 7, 3, 7), (6, 9, 7, 9)]
-    """
+    """The blocks that score each span once: up to `width` tokens, `stride` of them scored."""
     scored = 0
     while scored < num_tokens:
-        end = spans.cut_before(min(scored + stride, num_tokens))
+        end = spans.cut(min(scored + stride, num_tokens))
         ahead = (width - (end - scored)) // 2
         start = max(0, min(scored - ahead, num_tokens - width))
         stop = min(start + width, num_tokens)
-        yield Block(spans.cut_after(start), spans.cut_before(stop), scored, end)
+        yield Block(spans.cut(start, after=True), spans.cut(stop), scored, end)
         scored = end
 
 
@@ -164,31 +120,7 @@ def evaluate_hidden(
     precision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> HiddenEvaluation:
-    """Scores a masked or a sequence-to-sequence model on a text, `length` tokens at a time.
-
-        nll = mean over the hidden i of -log p(ids[i] | its block as it is read, what was written)
-
-    Args:
-        model: A Transformers masked or sequence-to-sequence language model.
-        ids: [N], integers, N >= 1: the text as the model's tokens.
-        length: Tokens of the text read at a time, before any is hidden, and the one that begins a
-            sequence: 2 or more, with spans 11 or more, so that the longest one fits.
-        tokens: The ids that are not of the text, for a masked model or for one that writes spans.
-        stride: None for blocks without overlap, else 1 <= stride < length, with spans 10 or more.
-        batch_tokens, limit_tokens, device, precision, progress: As for `evaluate`; of tokens read.
-
-    Raises:
-        ValueError: An argument breaks a rule above, an id is beyond the vocabulary, no token is
-            hidden, or `length` is beyond what the model can read.
-
-    Example:
-        >>> from linbias.models import LinbiasConfig, LinbiasForMaskedLM
-        >>> config = LinbiasConfig(hidden_size=8, num_attention_heads=2, encoder_position="symmetric")
-        >>> ids = np.frombuffer(b"to be or not to be", np.uint8)
-        >>> result = evaluate_hidden(LinbiasForMaskedLM(config), ids, length=8, tokens=MaskTokens(2, 26))
-        >>> result.num_scored, 5.0 < result.nll < 6.0
-        (4, True)
-    """
+    """Scores a masked or sequence-to-sequence model on a text, as `evaluate` does a causal one."""
     ids = np.asarray(ids)
     masks = isinstance(tokens, MaskTokens)
     least, words = (1, "") if masks else (LONGEST_SPAN, ", to hold the longest span")
@@ -247,7 +179,7 @@ def _score_masked(
     tokens: MaskTokens,
     batch: list[Block],
 ) -> NDArray[np.float64]:
-    """The summed nll of the masked tokens that the blocks score, and how many of them were right."""
+    """The summed nll of the masked tokens that the blocks score, and how many were right."""
     places = np.stack([np.arange(block.start, block.stop) for block in batch])
     first, end = (np.array([[getattr(b, name)] for b in batch]) for name in ("first", "end"))
     scored = masked[places] & (places >= first) & (places < end)
@@ -257,13 +189,9 @@ def _score_masked(
 
 
 def _score_spans(
-    model: PreTrainedModel,
-    ids: NDArray[Any],
-    spans: Spans,
-    tokens: SpanTokens,
-    batch: list[Block],
+    model: PreTrainedModel, ids: NDArray[Any], spans: Spans, tokens: SpanTokens, batch: list[Block]
 ) -> NDArray[np.float64]:
-    """The summed nll of the tokens of spans that the blocks score, and how many of them were right."""
+    """The summed nll of the tokens of spans that the blocks score, and how many were right."""
     rows, scored = [], []
     for block in batch:
         inside, wanted = (
@@ -287,6 +215,5 @@ def _score_spans(
 
 
 def _sums(logits: Tensor, targets: Tensor) -> NDArray[np.float64]:
-    """Sum the nll of the targets, and count how many of them the model held for the likeliest."""
     losses = F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
     return np.array([float(losses), float((logits.argmax(-1) == targets).sum())])

@@ -1,10 +1,6 @@
-"""The model that a run starts from: fresh weights, or those of a model that was trained before.
-
-A run that goes on from a model keeps its tokenizer and everything that its weights and their meaning
-depend on. Text, length, dropout and how training goes may be others.
+"""The model that a run starts from: fresh weights, or those of a model that was trained before,
+whose tokenizer and whatever gives its weights a meaning then stay.
 """
-
-from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
@@ -34,10 +30,7 @@ _MAY_DIFFER = set(
 
 
 def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
-    """The configuration of the model that a run trains.
-
-    A `ValueError` says which field breaks its rule, or contradicts the model to go on from.
-    """
+    """The configuration of the model to train; a `ValueError` names a field that cannot be."""
     family = LinbiasSeq2SeqConfig if settings.task == "seq2seq" else LinbiasConfig
     if settings.init is None:
         defaults = {"encoder_position": "symmetric"} if settings.task == "masked" else {}
@@ -56,8 +49,8 @@ def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
     for name, value in settings.model.items():
         if name not in _MAY_DIFFER and value != getattr(before, name):
             raise ValueError(
-                f"{family.__name__}: {name} must be {getattr(before, name)!r}, as in the model of init, "
-                f"got {value!r}"
+                f"{family.__name__}: {name} must be {getattr(before, name)!r}, as in the model "
+                f"of init, got {value!r}"
             )
     if corpus.tokenizer.backend.to_str() != Tokenizer.load(settings.init).backend.to_str():
         raise ValueError(
@@ -83,7 +76,7 @@ def _task_of(config: LinbiasConfig) -> str:
 
 
 def initial_model(settings: TrainSettings, config: LinbiasConfig) -> LanguageModel:
-    """Build the model before its first step; fresh weights are drawn from PyTorch's current random state."""
+    """The model before its first step; fresh weights are drawn from PyTorch's random state."""
     model = _KINDS[settings.task](config)
     if settings.init is not None:
         model.load_state_dict(load(settings.init, device="cpu").state_dict())

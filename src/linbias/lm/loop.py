@@ -1,12 +1,4 @@
-"""A training run on Transformers' Trainer: what language models and the paper's models do alike.
-
-Run                 a run in its folder: opened, trained from its newest checkpoint, published
-PiecesTrainer       a Trainer whose processes may share sequences
-StopAfterStep       what Ctrl-C and SIGTERM do to a training
-TrainingMetrics     what a finished run measured, as metrics.json keeps it
-"""
-
-from __future__ import annotations
+"""A training run on Transformers' Trainer, as of language models and of the paper's models."""
 
 import errno
 import re
@@ -51,36 +43,23 @@ _LITTLE = 2**20  # bytes: a disk with less is full to whoever writes a model
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMetrics:
-    """What a finished run measured; its metrics.json, which marks the run as finished.
+    """What a finished run measured; its metrics.json, which marks the run as finished."""
 
-    Attributes:
-        steps: Updates of the weights.
-        tokens: Tokens that were read, over all steps and processes.
-        seconds: Training time of all sessions.
-        step_seconds: Median time of a step of the last session: start-up, validations and saving
-            are not in it. None where that session had one step or none.
-        peak_memory_bytes: Highest memory of the first process in the last session.
-        num_parameters: Parameters of the model.
-        num_processes: Processes that trained it.
-    """
-
-    steps: int
-    tokens: int
-    seconds: float
-    step_seconds: float | None = None
-    peak_memory_bytes: int
+    steps: int  # updates of the weights
+    tokens: int  # that were read, over all steps and processes
+    seconds: float  # of training, in all sessions
+    step_seconds: float | None = None  # median, of the last session that had two steps or more
+    peak_memory_bytes: int  # of the first process, in the last session
     num_parameters: int
     num_processes: int
 
     @property
     def tokens_per_second(self) -> float:
         """The pace of a median step; where there is none, the mean over all of the training."""
-        return self.tokens / (
-            self.steps * self.step_seconds if self.step_seconds else self.seconds
-        )
+        seconds = self.steps * self.step_seconds if self.step_seconds else self.seconds
+        return self.tokens / seconds
 
     def to_dict(self) -> Record:
-        """All that is known, as JSON values."""
         values = {**asdict(self), "tokens_per_second": self.tokens_per_second}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -92,38 +71,26 @@ class TrainingMetrics:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Reads the metrics.json of a run's folder, or says that it is missing or damaged."""
         path = folder / "metrics.json"
         try:
             return cls.from_dict(read_json(path, "train"))
         except TypeError as error:  # a field is missing
             raise ValueError(f"train: {path} is damaged ({error})") from error
 
-    def write(self, folder: Path) -> None:
-        """Writes the metrics.json of a run's folder."""
-        write_json(folder / "metrics.json", self.to_dict())
-
 
 class PiecesTrainer(Trainer):
-    """The Trainer, for processes that may share sequences.
-
-    `pieces` are the processes that share each sequence, of which the data sets give a piece to
-    each; None where each process reads whole ones.
-    """
+    """The Trainer, for processes of which a group, `pieces`, may share each sequence."""
 
     def __init__(self, *arguments: Any, pieces: ProcessGroup | None, **options: Any) -> None:
         self.pieces = pieces
         super().__init__(*arguments, **options)
 
     def in_pieces(self) -> AbstractContextManager[None]:
-        """Within the block the model reads its piece of each sequence."""
+        """Within the block the model reads this process's part of each sequence."""
         return nullcontext() if self.pieces is None else context_parallel.use(self.pieces)
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        """Forward and backward of a batch.
-
-        The first one after a checkpoint that lies between two logs adds the losses before it.
-        """
+        """The first step after a checkpoint between two logs adds the losses before it."""
         with self.in_pieces():
             loss = super().training_step(*arguments, **options)
         history = self.state.log_history
@@ -134,23 +101,20 @@ class PiecesTrainer(Trainer):
         return loss
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *arguments: Any, **options: Any) -> None:
-        """Keep the losses since the last log in a checkpoint; the Trainer would forget them."""
+        """Keeps the losses since the last log in a checkpoint; the Trainer would forget them."""
         if self.control.should_save and not self.control.should_log:
             unlogged = {"unlogged": tr_loss.item(), "since": self._globalstep_last_logged}
             self.state.log_history.insert(0, unlogged)
         super()._maybe_log_save_evaluate(tr_loss, *arguments, **options)
 
     def prediction_step(self, *arguments: Any, **options: Any) -> Any:
-        """Forward of a batch of a validation."""
         with self.in_pieces():
             return super().prediction_step(*arguments, **options)
 
 
 class StopAfterStep(TrainerCallback):
-    """Within the block, Ctrl-C and SIGTERM end a training after the step, with a checkpoint.
-
-    The second one ends it at once. Signals that the process ignores stay ignored. `asked` is the
-    signal that came, for whoever called the Trainer to raise again.
+    """Within the block, Ctrl-C and SIGTERM end a training after the step, with a checkpoint; the
+    second one at once. `asked` is the one that came, to be raised again.
     """
 
     def __init__(self, checkpoints: Checkpoints, bar: ProgressBar) -> None:
@@ -185,10 +149,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def uses_cpu(device: str, precision: str) -> bool:
-    """Whether to train on the CPU: by choice ("cpu", not "auto"), or as there is no accelerator.
-
-    A `ValueError` says that the precision is "fp16", which CPUs do not train in.
-    """
+    """Whether to train on the CPU: by choice ("cpu", not "auto"), or as nothing else is there."""
     if device == "auto" and torch.accelerator.is_available():
         return False
     if precision == "fp16":
@@ -199,24 +160,12 @@ def uses_cpu(device: str, precision: str) -> bool:
 
 
 class Run(ABC):
-    """A run in its folder: new, stopped and going on from there, or finished.
-
-    A kind of run says how its folder is opened, what its Trainer is, and what it measures. All of
-    its checks are in `__init__`, before anything is written.
-
-    Args:
-        settings: What to train: `TrainSettings`, or the paper's `Recipe`.
-        output: The run's folder.
-
-    Attributes:
-        steps: Updates of the weights.
-        tokens_per_step: Tokens that a step predicts; the mean, where steps differ.
-    """
+    """A run in its folder, checked in `__init__`; its kind says what the abstract parts are."""
 
     settings: Any
     metrics: type[TrainingMetrics]
     steps: int
-    tokens_per_step: int
+    tokens_per_step: int  # that a step predicts; the mean, where steps differ
 
     def __init__(self, settings: Any, output: Path) -> None:
         self.settings, self.output = settings, output
@@ -243,11 +192,6 @@ class Run(ABC):
     def losses(self, state: TrainerState) -> Record:
         """The metrics that this kind of run has beside those of all runs."""
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that the run predicts."""
-        return self.steps * self.tokens_per_step
-
     @cached_property
     def sharing(self) -> Sharing:
         """Which processes share a sequence; the first use joins them."""
@@ -255,7 +199,6 @@ class Run(ABC):
         return Sharing.by("train", self.settings.context_parallel)
 
     def is_finished(self) -> bool:
-        """Whether the folder holds the model after all steps."""
         return is_finished(self.output) and self.metrics.read(self.output).steps == self.steps
 
     def finish(
@@ -298,12 +241,7 @@ class Run(ABC):
 
     def _train(self, progress: bool, callbacks: Sequence[TrainerCallback]) -> None:
         """Trains, from the newest complete checkpoint if there is one, and writes the metrics.
-
-        Raises:
-            OSError: A checkpoint or the model could not be written (disk full).
-            KeyboardInterrupt: As it came; with a message where there is a checkpoint to go on
-                from. One process saves its step before; several end as they are, since they would
-                have to agree on the step.
+        Several processes end at Ctrl-C without saving: they would have to agree on the step.
         """
         bar = ProgressBar(self.tokens_per_step, visible=progress and is_main())
         watch, stop = StopWatch(), StopAfterStep(self.checkpoints, bar)
@@ -325,10 +263,9 @@ class Run(ABC):
                 raise
             raise KeyboardInterrupt("The same command continues from here.") from interrupt
         except (OSError, RuntimeError, SafetensorError) as error:
-            is_full = _is_full(error, self.output)
-            if not (self.checkpoints.saving or is_full):
+            full = "No space left on the disk: " if _is_full(error, self.output) else ""
+            if not (self.checkpoints.saving or full):
                 raise
-            full = "No space left on the disk: " if is_full else ""
             left = (
                 "the last complete checkpoint is intact, and the same call continues from there"
                 if self.checkpoints.exist()
@@ -338,26 +275,24 @@ class Run(ABC):
                 f"train: could not write to {self.output} ({full}{error}); {left}"
             ) from error
         if is_main():
-            self.metrics(
+            metrics = self.metrics(
                 **self.losses(trainer.state),
                 steps=self.steps,
-                tokens=self.tokens,
+                tokens=self.steps * self.tokens_per_step,
                 seconds=self.checkpoints.seconds,
                 step_seconds=watch.step_seconds(),
                 peak_memory_bytes=memory.peak_bytes,
                 num_parameters=trainer.model.num_parameters(),
                 num_processes=trainer.args.world_size,
-            ).write(self.output)
+            )
+            write_json(self.output / "metrics.json", metrics.to_dict())
 
     def publish_last(self, trainer: Trainer) -> None:
         """Publishes the model after the last step."""
         self.publish(trainer)
 
     def publish(self, trainer: Trainer) -> None:
-        """Writes the model into a hidden folder, then moves its files into place.
-
-        Every process calls this: sharded weights are gathered. An error in here is one of saving.
-        """
+        """Puts the model's files in place; every process calls this, to gather sharded weights."""
         partial, saving = self.output / ".partial", self.checkpoints.saving
         self.checkpoints.saving = True
         trainer.save_model(str(partial))

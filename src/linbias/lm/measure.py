@@ -1,7 +1,5 @@
 """A model scored on a text, both by name, at several lengths: what `linbias evaluate` does."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,8 +13,7 @@ from transformers import PreTrainedModel
 from linbias._run.files import Record
 from linbias._run.processes import choose_device, is_main, joined
 from linbias._run.progress import Advance
-from linbias.data.masked import MaskTokens
-from linbias.data.spans import SpanTokens
+from linbias.data.segments import MaskTokens, SpanTokens
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.checkpoints import open_model
 from linbias.lm.evaluation import Evaluation, evaluate
@@ -37,18 +34,14 @@ _TOKENS: dict[type[PreTrainedModel], Any] = {
 
 @dataclass(frozen=True)
 class TextScores:
-    """What `evaluate_text` measured: a result for each length and scale of the slopes.
-
-    `fused` says whether the attention was linbias'.
-    """
+    """What `evaluate_text` measured: a result for each length and scale of the slopes."""
 
     text: TokenText
     results: list[Any]
     slope_scales: list[float | str | None]
-    fused: bool
+    fused: bool  # whether the attention was linbias'
 
     def rows(self) -> list[Record]:
-        """A record of JSON values for each result."""
         rows = []
         for scale, result in zip(self.slope_scales, self.results, strict=True):
             row = {"split": self.text.split, **self.text.scored(result.num_tokens)}
@@ -59,7 +52,6 @@ class TextScores:
         return rows
 
     def describe(self) -> str:
-        """What was scored, in words."""
         first = self.results[0]
         if isinstance(first, HiddenEvaluation):
             return f"{self.text.name}: {first.describe()}, the same ones at every length"
@@ -81,20 +73,7 @@ def evaluate_text(
     device: str = "auto",
     **options: Any,
 ) -> TextScores:
-    """Scores a causal model, or one that tells hidden tokens, on a text.
-
-    Args:
-        model: As for `linbias.models.load`; or a run that has not finished.
-        corpus, split, max_bytes: As for `read_text`.
-        bar: From a task in words to a progress bar.
-        lengths: Tokens read at a time; None is the length that the model was trained with.
-        slope_scales: Factors on the slopes; None leaves them as they are.
-        train_length: For "interpolate"; None is what the configuration says.
-        fused: Run an existing model on linbias' attention.
-        context_parallel: As for `evaluate`; 1 for other than causal models on linbias' attention.
-        device: "auto" takes a GPU where there is one; or a name of PyTorch.
-        options: Of `evaluate`.
-    """
+    """Scores a model on a text, both by name, for each of some lengths and slope scales."""
     where = choose_device("evaluate", device)
     with warnings.catch_warnings(), joined(where):
         if not is_main():  # the first process warns for all

@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -9,18 +10,7 @@ import torch
 
 
 class PeakMemory:
-    """Measures the highest memory of a `with` block: `peak_bytes`, once the block is left.
-
-    On a CUDA device that is what PyTorch allocated there, else the resident memory of the process.
-    On Linux the kernel's high-water mark is set back when the block is entered, so that an earlier
-    peak is not counted. Where that is not possible, the peak is that since the process began.
-
-    Example:
-        >>> with PeakMemory("cpu") as memory:
-        ...     x = torch.ones(1000)
-        >>> memory.peak_bytes > x.nbytes
-        True
-    """
+    """The highest memory of a block: `peak_bytes`, of the CUDA device or of the process."""
 
     peak_bytes: int
 
@@ -31,7 +21,8 @@ class PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            _reset_resident_peak()
+            with suppress(OSError):  # not Linux, or a container that forbids it
+                Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM alone
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -47,13 +38,6 @@ def available_bytes(device: torch.device) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     return int(psutil.virtual_memory().available)
-
-
-def _reset_resident_peak() -> None:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM alone
-    except OSError:
-        pass  # not Linux, or a container that forbids it: see PeakMemory
 
 
 def _resident_peak() -> int:

@@ -23,7 +23,7 @@ class Checked:
             raise ValueError(f"{type(self).__name__}: {name} must be {rule}, got {given!r}")
 
     def _require_of_each(self, rule: str, holds: Callable[[Any], bool], *names: str) -> None:
-        """Refuse the first of these fields that breaks the rule; None, where it is the default, keeps every rule."""
+        """Refuses the first field that breaks the rule; a None that is the default keeps all."""
         for name in names:
             value = getattr(self, name)
             is_left_out = value is None and getattr(type(self), name) is None
@@ -39,12 +39,12 @@ class TrainSettings(Checked):
     Attributes:
         model: Fields of `LinbiasConfig` that differ from its defaults; the vocabulary and
             `train_length` follow from the corpus and `length`.
-        length: Tokens that a training sequence predicts, each from at most so many before it. With task "masked",
-            tokens of a sequence (see `linbias.data.masked`); with "seq2seq", before spans are taken out of it (see
-            `linbias.data.spans`).
-        task: "causal", to predict the next token; "masked", to tell masked tokens from those on both sides, with
-            `encoder_position` ("symmetric") in the place of `position`; or "seq2seq", to write the spans that were taken out
-            of a text: `model` then holds fields of `LinbiasSeq2SeqConfig`.
+        length: Tokens that a training sequence predicts, each from at most so many before it. With
+            task "masked", tokens of a sequence; with "seq2seq", before spans are taken out of it.
+        task: "causal", to predict the next token; "masked", to tell masked tokens from those on
+            both sides, with `encoder_position` ("symmetric") in the place of `position`; or
+            "seq2seq", to write the spans that were taken out of a text: `model` then holds fields
+            of `LinbiasSeq2SeqConfig`.
         batch_size: Sequences per step, over all processes and accumulated parts together.
         accumulation: Parts that a process computes one after another to save memory.
         steps: Updates of the weights.
@@ -55,25 +55,28 @@ class TrainSettings(Checked):
         learning_rate_floor: As a share of the peak.
         warmup: Share of the steps that raise the learning rate.
         warmup_steps: Their number, in the place of `warmup`.
-        weight_decay: Of AdamW, on matrices only; not on an embedding from which the output weights are not read.
+        weight_decay: Of AdamW, on matrices only; not on an embedding from which the output weights
+            are not read.
         clip: Largest norm of the gradient.
         precision: "fp32", "bf16", or "fp16" (GPU only), of matrix products; weights are float32.
         save_steps: Steps between checkpoints.
         seed: Fixes the initial weights, the order of the text, and dropout.
         threads: CPU threads; None leaves PyTorch's choice.
         device: "auto" takes a GPU where there is one; or "cpu".
-        init: Folder of a model that `train` made, to go on from. Its tokenizer and its shape stay, the optimizer and the
-            schedule start anew.
+        init: Folder of a model that `train` made, to go on from. Its tokenizer and its shape stay,
+            the optimizer and the schedule start anew.
         validate_steps: Steps between validations, on at most 32,768 tokens from the start of the
-            validation split; below 1 a share of an epoch (0.1: ten times in each pass); 0 for none.
-        validate_lengths: Further lengths to validate at, but for those that a table of learned positions does not have. Each
-            validation then also keeps the accuracy, and the loss at the first token, at `length` and at the last (see
-            `linbias.lm.validate`).
+            validation split; below 1 a share of an epoch (0.1: ten times in each pass); 0 for
+            none.
+        validate_lengths: Further lengths to validate at, but for those that a table of learned
+            positions does not have. Each validation then also keeps the accuracy, and the loss at
+            the first token, at `length` and at the last.
         prompt: Text that the model continues after each validation.
         tensorboard: Also write the loss curve to `<output>/tensorboard`.
         fsdp: Transformers' `fsdp_config`, for runs under torchrun; {} takes its defaults.
-        context_parallel: Processes that share each sequence, a piece each (`linbias.torch.context_parallel`), under torchrun;
-            the number of processes must be a multiple. For task "causal" and position "alibi".
+        context_parallel: Processes that share each sequence (`linbias.torch.context_parallel`),
+            under torchrun; the number of processes must be a multiple. For task "causal" and
+            position "alibi".
 
     Raises:
         ValueError: A field breaks its rule.
@@ -145,8 +148,8 @@ class TrainSettings(Checked):
             for name in self.model:
                 if name not in known:
                     raise ValueError(
-                        f"TrainSettings: model must be made of {family.__name__}'s fields, got {name!r}"
-                        f"{_nearest(name, known)}; there are {', '.join(known)}"
+                        f"TrainSettings: model must be made of {family.__name__}'s fields, got "
+                        f"{name!r}{_nearest(name, known)}; there are {', '.join(known)}"
                     )
 
     def _check_validation(self) -> None:
@@ -265,7 +268,6 @@ class ExtrapolateSettings(Checked):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON values."""
         return asdict(self)
 
     @classmethod

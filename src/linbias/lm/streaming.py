@@ -1,7 +1,6 @@
 """Endless texts in constant memory: read and scored in one pass, or written token by token.
 
-Both keep nothing but a `WindowCache`, in which every head has the keys that it needs and a bound
-on what the others weigh, so that a text of any length is read as if it were one segment.
+All that is kept is a `WindowCache`, and a text is read as if it were one segment.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,36 +43,20 @@ _MOST_LOGITS = 1 << 25  # that a chunk may have at once
 
 @dataclass(frozen=True)
 class StreamEvaluation(Likelihood):
-    """How well a model predicts a text that was read in one pass.
+    """How well a model predicts a text that was read in one pass."""
 
-    Attributes:
-        num_tokens: Predictions scored: all tokens but the first.
-        nll: Mean negative log likelihood, nats per token.
-        tokens_per_second: Of wall time.
-        peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile.
-        cache_bytes: Of the cache, at the end.
-        windows: [layers][key/value heads]: keys that each head keeps, at the end.
-        uncertified: Rows of heads that may have missed more than the tolerance.
-        largest_dropped: The most that a row may have missed, as a share of what it read.
-    """
-
-    num_tokens: int
+    num_tokens: int  # predictions scored: all tokens but the first
     nll: float
     tokens_per_second: float
-    peak_memory_bytes: int
-    cache_bytes: int
-    windows: list[list[float]]
-    uncertified: int
-    largest_dropped: float
+    peak_memory_bytes: int  # of the process, or of the CUDA device
+    cache_bytes: int  # at the end
+    windows: list[list[float]]  # [layers][key/value heads]: keys that each keeps, at the end
+    uncertified: int  # rows of heads that may have missed more than the tolerance
+    largest_dropped: float  # most that a row may have missed, as a share of what it read
 
     def bits_per_byte(self, num_bytes: int) -> float:
-        """Bits spent per byte of a text of so many UTF-8 bytes; its first token was not scored."""
         num_bytes = round(num_bytes * self.num_tokens / (self.num_tokens + 1))
         return self.nll * self.num_tokens / (math.log(2.0) * num_bytes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields and the perplexity as JSON values."""
-        return {**asdict(self), "perplexity": self.perplexity}
 
 
 class StreamScorer:
@@ -149,7 +132,7 @@ class StreamScorer:
         self.num_read += len(tokens)
 
     def result(self) -> StreamEvaluation:
-        """What was found up to here, of two tokens or more."""
+        """What was measured up to here, of two tokens or more."""
         if self.num_read < 2:
             raise ValueError(
                 f"StreamScorer: text must hold two tokens or more, got {self.num_read}"
@@ -176,11 +159,7 @@ def read_corpus(
     limit_tokens: int | None,
     bar: Callable[[str], AbstractContextManager[Advance]],
 ) -> Iterator[int]:
-    """Scores a file or standard input ("-") as it comes, or a split of a corpus, chunk by chunk.
-
-    `files` are those of the scorer's model, `bar` makes a progress bar of a task in words. Yields
-    the bytes that were read, after each chunk; a `ValueError` names `caller`.
-    """
+    """Scores a file, standard input ("-") or a split by chunks; yields the bytes read so far."""
     if limit_tokens is not None and limit_tokens < 1:
         raise ValueError(f"{caller}: limit_tokens must be at least 1, got {limit_tokens}")
     path, size = Path(corpus).expanduser(), None
@@ -210,20 +189,13 @@ def read_corpus(
 
 @dataclass(frozen=True)
 class NeededWindows:
-    """How many of the nearest keys each head of a model needs.
+    """How many of the nearest keys each head of a model needs."""
 
-    Attributes:
-        weights: What the weights say.
-        needed: [layers, heads], whatever the text.
-        kept: [layers, key/value heads], of a text that was read; None without one.
-        num_tokens, uncertified: Of that text, and rows of heads that may miss too much of it.
-    """
-
-    weights: Reach
-    needed: NDArray[np.float64]
-    kept: NDArray[np.float64] | None = None
-    num_tokens: int = 0
-    uncertified: int = 0
+    weights: Reach  # what the weights say
+    needed: NDArray[np.float64]  # [layers, heads], whatever the text
+    kept: NDArray[np.float64] | None = None  # [layers, key/value heads], of a text that was read
+    num_tokens: int = 0  # of that text
+    uncertified: int = 0  # rows of heads that may miss too much of it
 
 
 def needed_windows(
@@ -234,10 +206,7 @@ def needed_windows(
     limit_tokens: int,
     bar: Callable[[str], AbstractContextManager[Advance]],
 ) -> NeededWindows:
-    """The windows that a model's weights set, and those of a cache that follows a text, if any.
-
-    `tolerance` is the share of a row's weight that keys beyond the window may hold.
-    """
+    """The windows that a model's weights set, and those of a cache that follows a text, if any."""
     files, model = open_model("windows", path)
     weights = reach_of_weights(model)
     needed = weights.of_heads(tolerance)
@@ -294,8 +263,7 @@ def stream(
         >>> from linbias.models import LinbiasConfig, LinbiasForCausalLM
         >>> sizes = dict(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
         >>> config = LinbiasConfig(vocab_size=99, **sizes)
-        >>> written = stream(LinbiasForCausalLM(config), [1, 2, 3])
-        >>> len(list(islice(written, 5)))
+        >>> len(list(islice(stream(LinbiasForCausalLM(config), [1, 2, 3]), 5)))
         5
     """
     if not temperature >= 0 or top_k < 0:

@@ -1,21 +1,7 @@
 """Trains a language model on Transformers' Trainer, and survives being interrupted.
 
-A run has a folder:
-
-    settings.json      the settings; written first, compared when the run continues
-    history.jsonl      the loss as it went, a line every few steps (see `linbias.lm.watch`)
-    checkpoints/       the Trainer's; of a finished run the last one, from which it can be extended
-    model.safetensors, config.json, tokenizer.json, ...      the result, for `linbias.models.load`
-    metrics.json       written last: a run is finished when its number of steps is in it
-
-A run that is called with more steps than it was made for is extended, finished or not. Steps that
-are done stay as they are, and the learning rate follows the schedule of the new number of steps
-from there on: it goes up to where that schedule has it, from 0 where the run was finished.
-
-The training sequences are a pure function of the seed and the step, and a checkpoint holds all
-else that the future depends on. A run that is killed at any moment and started again therefore
-ends with the very weights, bit for bit, of an unbroken one (same machine, same threads). Ctrl-C
-and SIGTERM leave a checkpoint of the step that they came in.
+The sequences follow from the seed and the step, and a checkpoint holds all else: a run that is
+killed and started again ends with the very weights of an unbroken one (same machine and threads).
 """
 
 from __future__ import annotations
@@ -34,22 +20,29 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PrinterCallback, TrainerCallback, TrainerState, set_seed
 from transformers.integrations import TensorBoardCallback
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.trainer_utils import EvalLoopOutput
 
 from linbias._run.files import Record, write_json
 from linbias._run.folders import open_run_folder
 from linbias._run.processes import from_main, num_processes, wait_for_all
 from linbias.data.corpus import Corpus
-from linbias.data.masked import MaskedSegments, MaskTokens
-from linbias.data.segments import InPieces, Segments
-from linbias.data.spans import SpanSegments, SpanTokens
+from linbias.data.segments import (
+    InPieces,
+    MaskedSegments,
+    MaskTokens,
+    Segments,
+    SpanSegments,
+    SpanTokens,
+)
 from linbias.data.tokenizers import TokenIds
 from linbias.lm.initial import initial_config, initial_model, weights_of
-from linbias.lm.loop import Run, TrainingMetrics
+from linbias.lm.loop import PiecesTrainer, Run, TrainingMetrics
 from linbias.lm.settings import TrainSettings
-from linbias.lm.trainer import LanguageModelTrainer
 from linbias.lm.validate import MAX_TOKENS, Validation, Validations, record
 from linbias.lm.watch import FiniteLoss, FollowSchedule, LossHistory, ProgressBar, StopWatch
 
@@ -63,18 +56,11 @@ _CADENCE = ("save_steps", "validate_steps", "validate_lengths", "prompt", "conte
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelMetrics(TrainingMetrics):
-    """What a finished run measured.
+    """What a finished run measured."""
 
-    Attributes:
-        loss: Nats per predicted token, mean over the last tenth of the steps.
-        validation_loss: Nats per predicted token of the last validation; None without any.
-        validation: What else the last validation kept, as of `linbias.lm.validate`; None where it
-            was the loss only.
-    """
-
-    loss: float
-    validation_loss: float | None = None
-    validation: Record | None = None
+    loss: float  # nats per token, mean over the last tenth of the steps
+    validation_loss: float | None = None  # of the last validation
+    validation: Record | None = None  # what else it kept, if anything (`linbias.lm.validate`)
 
 
 def train(
@@ -92,6 +78,9 @@ def train(
     `length` are read and the last `length` predicted. Segments come in an order shuffled anew for
     each pass over the text. Sets the global random seeds. Under torchrun every process calls this,
     with a corpus loaded the same way.
+
+    A larger budget than before extends the run, finished or not. Steps that are done stay, and the
+    learning rate follows the schedule of the new number of steps from there on.
 
     Args:
         settings: What to train and for how long.
@@ -132,7 +121,6 @@ def train(
 
 @contextmanager
 def _threads(number: int | None) -> Iterator[None]:
-    """Sets PyTorch's CPU threads for the length of the block; None leaves them alone."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:
@@ -150,30 +138,24 @@ class LanguageModelRun(Run):
     def __init__(self, settings: TrainSettings, corpus: Corpus, output: Path) -> None:
         super().__init__(settings, output)
         self.corpus = corpus
-        self._check_corpus()
+        splits = {"train on": (corpus.train, settings.length)}
+        if settings.validate_steps:
+            longest = max((settings.length, *settings.validate_lengths))
+            splits["validate on"] = (corpus.valid, longest)
+        for purpose, (ids, length) in splits.items():
+            if len(ids) < length + 1:
+                raise ValueError(
+                    f"train: corpus must hold length + 1 = {length + 1} tokens to {purpose}, "
+                    f"got {len(ids)}"
+                )
         if settings.task == "seq2seq":
             self.corpus = replace(corpus, tokenizer=corpus.tokenizer.with_sentinels())
         self._steps_per_epoch()  # refuses a tokenizer without the tokens of the task
         self.config = initial_config(settings, self.corpus)
         limit = self.config.train_length if self.config.method == "learned" else None
         self.validation = Validation.of(settings, self.corpus, limit)
-        self._check_batch()
         self.tokens_per_step = settings.batch_size * settings.length
-
-    def _check_corpus(self) -> None:
-        splits = {"train on": self.corpus.train}
-        if self.settings.validate_steps:
-            splits["validate on"] = self.corpus.valid
-        needed = self.settings.length + 1
-        for purpose, ids in splits.items():
-            if len(ids) < needed:
-                raise ValueError(
-                    f"train: corpus must hold length + 1 = {needed} tokens to {purpose}, "
-                    f"got {len(ids)}"
-                )
-
-    def _check_batch(self) -> None:
-        settings, readers = self.settings, self.sharing.of
+        readers = self.sharing.of
         if settings.batch_size % (readers * settings.accumulation):
             shared = "" if settings.context_parallel == 1 else " / context_parallel"
             raise ValueError(
@@ -270,9 +252,7 @@ class LanguageModelRun(Run):
 
     def watchers(self, bar: ProgressBar) -> list[TrainerCallback]:
         settings = self.settings
-        history = LossHistory(
-            self.output / "history.jsonl", self.tokens_per_step, more=_validation_entry
-        )
+        history = LossHistory(self.output / "history.jsonl", self.tokens_per_step)
         watchers: list[TrainerCallback] = [FiniteLoss(), history, bar, FollowSchedule(bar)]
         if self.validation is not None:
             watchers.append(Validations(settings.length, bar.console))
@@ -285,6 +265,9 @@ class LanguageModelRun(Run):
     def trainer(self, callbacks: list[TrainerCallback]) -> LanguageModelTrainer:
         settings, corpus, pieces = self.settings, self.corpus, self.settings.context_parallel
         validation = self._validation_segments() if settings.validate_steps else None
+        validate_steps = settings.validate_steps
+        if 0 < validate_steps < 1:
+            validate_steps = max(1, round(validate_steps * self._steps_per_epoch()))
         # The Trainer averages over batches, which must be of one size for an exact mean.
         whole_batches = validation is not None and len(validation) >= settings.batch_size
         batch_size = settings.batch_size // (self.sharing.of * settings.accumulation)
@@ -301,8 +284,8 @@ class LanguageModelRun(Run):
             adam_beta2=0.95,
             # Logs fall on checkpoints, so that an interrupted run logs the same numbers.
             logging_steps=math.gcd(settings.save_steps, 10),
-            eval_strategy="steps" if settings.validate_steps else "no",
-            eval_steps=self._steps_between_validations() or self.steps,
+            eval_strategy="steps" if validate_steps else "no",
+            eval_steps=int(validate_steps) or self.steps,
             per_device_eval_batch_size=validation_batch_size,
             # Only where spans are written do devices have unequal numbers of tokens.
             average_tokens_across_devices=settings.task == "seq2seq",
@@ -332,7 +315,6 @@ class LanguageModelRun(Run):
     def _mean_loss(
         self, outputs: CausalLMOutput, labels: Tensor, num_items_in_batch: Tensor | None = None
     ) -> Tensor:
-        """A batch's share of the mean loss of a step."""
         settings, pieces = self.settings, self.settings.context_parallel
         loss = cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
         if pieces > 1:  # processes count alike, and their pieces may differ by a token
@@ -342,15 +324,7 @@ class LanguageModelRun(Run):
         # The parts of a batch are all of one size; a validation has none.
         return loss / settings.accumulation if torch.is_grad_enabled() else loss
 
-    def _steps_between_validations(self) -> int:
-        """0 for no validation."""
-        steps = self.settings.validate_steps
-        if not 0 < steps < 1:
-            return int(steps)
-        return max(1, round(steps * self._steps_per_epoch()))
-
     def _segments(self, ids: TokenIds, count: int, seed: int) -> Segments:
-        """The sequences of the task."""
         task, tokenizer = self.settings.task, self.corpus.tokenizer
         options: dict[str, Any] = {"num_segments": count, "seed": seed}
         options["length"] = self.settings.length
@@ -378,30 +352,68 @@ class LanguageModelRun(Run):
         self.corpus.tokenizer.save(folder)
 
     def losses(self, state: TrainerState) -> Record:
-        logs = state.log_history
-        validation_losses = [log["eval_loss"] for log in logs if "eval_loss" in log]
-        validations = [one for one in map(record, logs) if one is not None]
+        logged = [(log["step"], log["loss"]) for log in state.log_history if "loss" in log]
+        recent = [  # of the last tenth of the steps, each for the steps since the one before
+            (loss, step - before)
+            for (before, _), (step, loss) in pairwise([(0, 0.0), *logged])
+            if step > 0.9 * state.max_steps
+        ]
+        losses, weights = zip(*recent, strict=True)
+        validated = [log for log in state.log_history if "eval_loss" in log]
         return {
-            "loss": _final_loss(state),
-            "validation_loss": validation_losses[-1] if validation_losses else None,
-            "validation": validations[-1] if validations else None,
+            "loss": statistics.fmean(losses, weights),
+            "validation_loss": validated[-1]["eval_loss"] if validated else None,
+            "validation": record(validated[-1]) if validated else None,
         }
 
 
-def _final_loss(state: TrainerState) -> float:
-    """The mean of the losses that were logged in the last tenth of the steps, by steps."""
-    logged = [(log["step"], log["loss"]) for log in state.log_history if "loss" in log]
-    spans = [(0, 0.0), *logged]
-    recent = [
-        (loss, step - before)
-        for (before, _), (step, loss) in pairwise(spans)
-        if step > 0.9 * state.max_steps
-    ]
-    losses, weights = zip(*recent, strict=True)
-    return statistics.fmean(losses, weights)
+class LanguageModelTrainer(PiecesTrainer):
+    """The Trainer, of which validations do not affect the training and only matrices decay."""
 
+    def __init__(
+        self,
+        *arguments: Any,
+        learning_rate_floor: float,
+        validation: Validation | None,
+        **options: Any,
+    ) -> None:
+        self.learning_rate_floor, self.validation = learning_rate_floor, validation
+        super().__init__(*arguments, **options)
 
-def _validation_entry(logs: Record) -> Record:
-    """What a line of the history has of a validation beside its loss."""
-    validation = record(logs)
-    return {} if validation is None else {"validation": validation}
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LRScheduler:
+        if self.learning_rate_floor and getattr(self, "lr_scheduler", None) is None:
+            warmup = self.args.get_warmup_steps(num_training_steps)
+
+            def share_of_peak(step: int) -> float:
+                if step < warmup:
+                    return step / warmup
+                progress = min(1.0, (step - warmup) / max(1, num_training_steps - warmup))
+                return max(self.learning_rate_floor, 0.5 * (1 + math.cos(math.pi * progress)))
+
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, share_of_peak)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """All matrices but the table of token embeddings, unless it also computes the output: the
+        row of a rare token would only shrink. Slopes are vectors, which would be pulled towards 1.
+        """
+        names = super().get_decay_parameter_names(model)
+        spared = {name for name, weight in model.named_parameters() if weight.ndim < 2}
+        if not model.config.tie_word_embeddings:
+            table = model.get_input_embeddings().weight
+            spared |= {name for name, weight in model.named_parameters() if weight is table}
+        return [name for name in names if name not in spared]
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """Puts the random numbers back that the Trainer draws for the order of its data."""
+        with torch.random.fork_rng():
+            return super().evaluate(*arguments, **options)
+
+    def evaluation_loop(self, *arguments: Any, **options: Any) -> EvalLoopOutput:
+        if self.validation is None:
+            return super().evaluation_loop(*arguments, **options)
+        measured = self.validation.measure(self.model, options["metric_key_prefix"])
+        return EvalLoopOutput(None, None, measured, len(self.validation.ids) - 1)

@@ -1,16 +1,8 @@
-"""What a validation keeps beside its loss: the loss at single tokens, the accuracy, a continuation.
+"""What a validation keeps beside its loss, in segments as of `linbias.lm.evaluate`, as JSON
+values.
 
-At every length, the same predictions are scored, in segments as of `linbias.lm.evaluate`. A validation is one JSON
-object, in a line of history.jsonl and, the last one, in metrics.json:
-
-    {"lengths": {"64": {"loss": ..., "accuracy": ..., "first": ..., "trained": ..., "last": ...}, "80": {...}},
+    {"lengths": {"64": {"loss": ..., "accuracy": ..., "first": ..., "trained": ..., "last": ...}},
      "continuation": "It is ..."}
-
-    loss        nats per token, mean over all predictions; null where it is no finite number, as all losses
-    accuracy    share of the predictions whose likeliest token is right
-    first       loss at the first token of the segments, predicted from one token
-    trained     loss at the last token that training segments have; null in shorter segments
-    last        loss at the last token
 """
 
 from __future__ import annotations
@@ -43,31 +35,18 @@ _NEW_TOKENS = 25  # of a continuation
 
 @dataclass(frozen=True)
 class Validation:
-    """What to measure after so many steps.
+    """What to measure after so many steps."""
 
-    Attributes:
-        ids: [N + 1], the text: N predictions, or fewer in segments longer than N.
-        train_length: Tokens of a training segment.
-        lengths: Tokens of a segment, `train_length` first.
-        tokenizer: Of the text and the prompt.
-        prompt: Is continued by the likeliest tokens; None for no continuation.
-        limit: Tokens that the model reads at most; None for any number.
-    """
-
-    ids: NDArray[np.unsignedinteger[Any]]
-    train_length: int
-    lengths: tuple[int, ...]
+    ids: NDArray[np.unsignedinteger[Any]]  # [N + 1]: N predictions
+    train_length: int  # tokens of a training segment
+    lengths: tuple[int, ...]  # tokens of a segment, `train_length` first
     tokenizer: Tokenizer
-    prompt: str | None
-    limit: int | None
+    prompt: str | None  # is continued by the likeliest tokens
+    limit: int | None  # tokens that the model reads at most; None for any number
 
     @classmethod
     def of(cls, settings: TrainSettings, corpus: Corpus, limit: int | None) -> Validation | None:
-        """What a run asks for; None where the loss is enough.
-
-        A `ValueError` says that the tokenizer does not know a character of the prompt, or that the
-        validation split is shorter than a segment.
-        """
+        """What a run asks for; None where the loss is enough."""
         if not (settings.validate_lengths or settings.prompt):
             return None
         if settings.prompt is not None:
@@ -79,14 +58,8 @@ class Validation:
                     f"{settings.prompt!r} ({error})"
                 ) from error
         lengths = (settings.length, *settings.validate_lengths)
-        longest = max(lengths)
-        if len(corpus.valid) <= longest:
-            raise ValueError(
-                f"train: corpus must hold {longest + 1} tokens to validate on {longest} at a time, "
-                f"got {len(corpus.valid)}"
-            )
         return cls(
-            ids=corpus.valid[: max(MAX_TOKENS, longest) + 1],
+            ids=corpus.valid[: max(MAX_TOKENS, *lengths) + 1],
             train_length=settings.length,
             lengths=tuple(n for n in dict.fromkeys(lengths) if limit is None or n <= limit),
             tokenizer=corpus.tokenizer,
@@ -95,10 +68,7 @@ class Validation:
         )
 
     def measure(self, model: nn.Module, prefix: str) -> dict[str, Any]:
-        """Numbers and the continuation as the Trainer logs them, by flat names after a prefix.
-
-        Several processes compute the same; a model that is sharded over them needs all of them.
-        """
+        """Numbers and the continuation as the Trainer logs them, by flat names after a prefix."""
         was_training = model.training
         model.eval()
         try:
@@ -167,7 +137,6 @@ def record(logs: dict[str, Any]) -> Record | None:
 
 
 def lines(validation: Record, train_length: int) -> list[str]:
-    """A validation in words, a line for each length and one for the continuation."""
     words = []
     for length, scores in validation["lengths"].items():
         positions = {
@@ -176,7 +145,8 @@ def lines(validation: Record, train_length: int) -> list[str]:
             int(length): scores["last"],
         }
         words.append(
-            f"{int(length):,} tokens: loss {_number(scores['loss'])}, accuracy {scores['accuracy']:.1%}; "
+            f"{int(length):,} tokens: loss {_number(scores['loss'])}, "
+            f"accuracy {scores['accuracy']:.1%}; "
             + ", ".join(
                 f"{_number(loss)} at token {position:,}"
                 for position, loss in sorted(positions.items())
@@ -193,8 +163,6 @@ def _number(value: float | None) -> str:
 
 
 class Validations(TrainerCallback):
-    """Shows every validation on a console."""
-
     def __init__(self, train_length: int, console: Console) -> None:
         self.train_length, self.console = train_length, console
 

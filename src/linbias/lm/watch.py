@@ -1,11 +1,8 @@
-"""Callbacks that watch the Trainer work: progress, the history of the loss, a check of the loss, a stop watch."""
-
-from __future__ import annotations
+"""Callbacks that watch the Trainer work: progress, the history of the loss, a stop watch."""
 
 import math
 import statistics
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -13,17 +10,16 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from linbias._run.files import JsonLog, Record
 from linbias._run.progress import Pace, duration
+from linbias.lm.validate import record
 
 
 class StopWatch(TrainerCallback):
-    """Keeps the time at which each step ended, in seconds, in `times`.
-
-    `exact` waits for an accelerator at the end of each step. Without, its steps end when they are
-    given to it, which keeps the same pace once its queue is full.
+    """Keeps the times at which steps ended; `exact` waits for an accelerator, whose steps end else
+    when they are given to it, at the same pace once its queue is full.
     """
 
     def __init__(self, *, exact: bool = False) -> None:
@@ -53,11 +49,7 @@ class FiniteLoss(TrainerCallback):
 
 
 class Log(TrainerCallback):
-    """Keeps lines of JSON about a run in a file.
-
-    The last step is always logged. A run that continues first drops the lines from after its
-    checkpoint. Every process has this callback, and the first one writes.
-    """
+    """Keeps a run's lines of JSON, up to the checkpoint that it goes on from."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,34 +61,20 @@ class Log(TrainerCallback):
             if len(kept) < len(self._log.records):
                 self._log.restart(kept)
 
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         control.should_log |= state.global_step == state.max_steps
 
     def append(self, state: TrainerState, line: Record) -> None:
-        """Adds a line."""
         if state.is_world_process_zero:
             self._log.append(line)
 
 
 class LossHistory(Log):
-    """Keeps what the Trainer logs as a file, a JSON object per line.
+    """Keeps what the Trainer logs, at a pace that is without validations and saving."""
 
-        step                 steps done
-        loss                 nats per token, mean over the steps since the line before
-        validation_loss      of that step, nats per token; null without
-        learning_rate        of the step
-        tokens_per_second    trained on since the line before, without validations and saving
-
-    `more` makes further entries of what a validation logged.
-    """
-
-    def __init__(
-        self, path: Path, tokens_per_step: int, more: Callable[[Record], Record] | None = None
-    ) -> None:
+    def __init__(self, path: Path, tokens_per_step: int) -> None:
         super().__init__(path)
-        self.tokens_per_step, self.more = tokens_per_step, more
+        self.tokens_per_step = tokens_per_step
         self._start: tuple[int, float] | None = None  # step and time of the line before
         self._line: Record = {}
 
@@ -104,15 +82,11 @@ class LossHistory(Log):
         if self._start is None:
             self._start = state.global_step, time.perf_counter()
 
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         super().on_step_end(args, state, control)
         control.should_log |= control.should_evaluate
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Record, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Record, **_: Any) -> None:
         if "loss" in logs and self._start is not None:
             first_step, start_time = self._start
             tokens = (state.global_step - first_step) * self.tokens_per_step
@@ -129,17 +103,13 @@ class LossHistory(Log):
         elif "eval_loss" in logs:
             loss = logs["eval_loss"]
             self._line["validation_loss"] = loss if math.isfinite(loss) else None
-            self._line |= {} if self.more is None else self.more(logs)
+            if validation := record(logs):
+                self._line["validation"] = validation
             self.append(state, self._line)
 
 
 class ProgressBar(TrainerCallback):
-    """Shows the steps done, the losses, the speed and the time left on standard error.
-
-    On a terminal it is a bar, and elsewhere a line now and then: after ten seconds, then ever more
-    rarely; always after a validation and at the end. It is a context manager, to be entered while
-    the Trainer works. `tokens_per_step` is a mean where steps differ.
-    """
+    """Shows progress on standard error while it is entered: a bar, or lines on no terminal."""
 
     def __init__(self, tokens_per_step: int, visible: bool) -> None:
         self.tokens_per_step = tokens_per_step
@@ -174,9 +144,7 @@ class ProgressBar(TrainerCallback):
         self._speed = steps * self.tokens_per_step / (time.perf_counter() - self._start_time)
         self._bar.update(self._task, completed=state.global_step, shown=self._shown())
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Record, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Record, **_: Any) -> None:
         names = {"loss": "loss", "eval_loss": "validation"}
         self._losses |= {names[key]: logs[key] for key in names.keys() & logs.keys()}
         self._bar.update(self._task, shown=self._shown())
@@ -184,31 +152,24 @@ class ProgressBar(TrainerCallback):
         is_validated, is_last = "eval_loss" in logs, state.global_step == state.max_steps
         is_whole = is_validated or ("loss" in logs and not control.should_evaluate)
         if self._bar.disable and is_whole and (self._pace.is_due() or is_validated or is_last):
-            self.console.print(self._line(state), soft_wrap=True)
+            done, total = state.global_step, state.max_steps
+            line = f"training: step {done:,}/{total:,}  {self._shown()}"
+            if done < total:
+                seconds = time.perf_counter() - self._start_time
+                seconds *= (total - done) / max(1, done - self._first_step)
+                line += f"  {duration(seconds)} left"
+            self.console.print(line, soft_wrap=True)
             self._losses.pop("validation", None)  # a line has that of its own step only
 
     def _shown(self) -> str:
-        """The losses and the speed, as far as they are known."""
         parts = [f"{name} {self._losses[name]:.3f} nats" for name in sorted(self._losses)]
         if self._speed is not None:
             parts.append(f"{self._speed:,.0f} tokens/s")
         return "  ".join(parts)
 
-    def _line(self, state: TrainerState) -> str:
-        done, total = state.global_step, state.max_steps
-        line = f"training: step {done:,}/{total:,}  {self._shown()}"
-        if done == total:
-            return line
-        seconds = (time.perf_counter() - self._start_time) / max(1, done - self._first_step)
-        return f"{line}  {duration(seconds * (total - done))} left"
-
 
 class FollowSchedule(TrainerCallback):
-    """Starts with the learning rate of this run's schedule, if the checkpoint had a shorter one.
-
-    The Trainer would take the first step of an extended run with the learning rate that the
-    shorter run ended with. Elsewhere nothing changes. The bar says so.
-    """
+    """Starts an extended run with the rate of its own schedule, not the one that it ended with."""
 
     def __init__(self, bar: ProgressBar) -> None:
         self.bar = bar
@@ -230,7 +191,7 @@ class FollowSchedule(TrainerCallback):
         lr_scheduler._last_lr = rates
         if rates != before:
             self.bar.console.print(
-                f"training: extended to {state.max_steps:,} steps after {state.global_step:,}, the "
-                f"learning rate goes from {before[0]:.3g} to {rates[0]:.3g} and then down",
+                f"training: extended to {state.max_steps:,} steps after {state.global_step:,}, "
+                f"the learning rate goes from {before[0]:.3g} to {rates[0]:.3g} and then down",
                 soft_wrap=True,
             )

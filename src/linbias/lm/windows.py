@@ -1,10 +1,4 @@
-"""How a model reads a text that is longer than its input: windows, and batches of equal windows.
-
-Prediction i of a text is made from the tokens before it. A window reads some tokens and scores the
-predictions at its end; all windows together score every prediction exactly once.
-"""
-
-from __future__ import annotations
+"""How a model reads a text that is longer than its input: windows, and batches of equal ones."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -16,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from linbias._run.files import Record
+
 
 class Window(NamedTuple):
-    """The model reads tokens [start, stop) of its inputs; the last `keep` predictions are scored."""
+    """The model reads the inputs [start, stop); its last `keep` predictions are scored."""
 
     start: int
     stop: int
@@ -26,20 +22,11 @@ class Window(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Tokens that are read."""
         return self.stop - self.start
 
 
 def equal_windows(windows: Iterable[Window], batch_tokens: int) -> Iterator[list[Window]]:
-    """Neighbouring windows of the same width and keep, in the order of the text, in batches.
-
-    A batch reads up to `batch_tokens` tokens, and has at least one window.
-
-    Example:
-        >>> windows = [Window(0, 4, 4), Window(2, 6, 2), Window(4, 8, 2), Window(6, 10, 2)]
-        >>> [len(batch) for batch in equal_windows(windows, batch_tokens=8)]
-        [1, 2, 1]
-    """
+    """Neighbouring windows of one width and keep, in batches of `batch_tokens` or one of them."""
     for (width, _), group in groupby(windows, lambda window: (window.width, window.keep)):
         while batch := list(islice(group, max(1, batch_tokens // width))):
             yield batch
@@ -52,7 +39,7 @@ def rows_of(ids: NDArray[Any], batch: list[Window], device: torch.device) -> Ten
 
 
 class Likelihood:
-    """What was measured of a text: the mean negative log likelihood `nll`, in nats."""
+    """What was measured of a text, among it the mean negative log likelihood `nll`, in nats."""
 
     nll: float
 
@@ -60,6 +47,10 @@ class Likelihood:
     def perplexity(self) -> float:
         """exp(nll); infinite where that is beyond a float."""
         return math.exp(self.nll) if self.nll < 709.0 else math.inf
+
+    def to_dict(self) -> Record:
+        """All fields and the perplexity as JSON values."""
+        return {**vars(self), "perplexity": self.perplexity}
 
 
 def check_tokens(function: str, ids: NDArray[Any], vocab_size: int, at_least: int) -> None:

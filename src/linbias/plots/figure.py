@@ -33,7 +33,7 @@ _FILES = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "none", "savefi
 
 
 class PaperFigure(Figure):
-    """A figure that notebooks show without `pyplot`, and whose files a paper can use as they are."""
+    """A figure that notebooks show without `pyplot`, and whose files a paper can use."""
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
         """As Matplotlib's, with letters as letters, and dots, if any, 300 per inch."""
@@ -60,7 +60,6 @@ def inches(function: str, width: float | str) -> float:
 
 
 def figure_of(ax: Axes) -> Figure:
-    """The figure that axes belong to, or the outermost one of theirs."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     return figure
@@ -75,6 +74,5 @@ def laid_out(ax: Axes) -> Figure:
 
 
 def write_tokens(ax: Axes, axis: str, names: Sequence[str], **options: Any) -> None:
-    """Write a token at each tick of an axis, as text and never as mathematics."""
     place = ax.set_xticks if axis == "x" else ax.set_yticks
     place(range(len(names)), names, parse_math=False, **options)

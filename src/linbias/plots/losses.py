@@ -22,9 +22,10 @@ def loss_by_length(
     width: float | str = "single",
     ax: Axes | None = None,
 ) -> Figure:
-    """Draw bits per byte against test length, a line per position method, the training length marked.
+    """Draw bits per byte against test length, a line per position method.
 
-    Lines are means over the seeds, bands their range. The names stand beside the lines' ends.
+    Lines are means over the seeds, bands their range. The training length is marked, and the names
+    stand beside the lines' ends.
 
     Args:
         results: The folder of a `linbias extrapolate`, or evaluation records
@@ -62,7 +63,8 @@ def loss_by_length(
     if ax is not None:
         if len(lengths) != 1:
             raise ValueError(
-                f"plots.loss_by_length: ax takes one training length, got {lengths}: choose with train_length"
+                f"plots.loss_by_length: ax takes one training length, got {lengths}: choose with "
+                "train_length"
             )
         figures.draw_loss_by_length(ax, records, lengths[0], figures.COLUMN)
         return laid_out(ax)
@@ -84,22 +86,21 @@ def loss_by_length(
 
 
 def _read(folder: str | os.PathLike[str]) -> "list[EvaluationRecord]":
-    """The evaluations of a finished experiment."""
     import json
 
     from linbias.lm.report.records import ExtrapolationResults
 
     path = Path(folder) / "results.json"
     try:
-        return list(
-            ExtrapolationResults.from_dict(json.loads(path.read_text("utf-8"))).evaluations
-        )
+        results = json.loads(path.read_text("utf-8"))
+        return list(ExtrapolationResults.from_dict(results).evaluations)
     except OSError as error:
         raise ValueError(
-            f"plots.loss_by_length: results must be the folder of a finished linbias extrapolate, got {folder}"
-            f" ({path.name}: {error.strerror})"
+            "plots.loss_by_length: results must be the folder of a finished linbias extrapolate, "
+            f"got {folder} ({path.name}: {error.strerror})"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"plots.loss_by_length: results must be those of linbias extrapolate, got {path} ({error})"
+            "plots.loss_by_length: results must be those of linbias extrapolate, got "
+            f"{path} ({error})"
         ) from error

@@ -37,11 +37,11 @@ def reach(
     ax: Axes | None = None,
     **unknown: Never,
 ) -> Figure:
-    """Draw how near the keys are that hold 50, 90 and 99 percent of each head's weight, and how far it reads.
+    """Draw how near the keys are that hold 50, 90 and 99 percent of each head's weight.
 
-    A bar counts tokens from the query's own position (1) outwards. It ends, in three shades, where the nearest keys
-    hold each share of the weight. The mark is where `linbias.near_to_far` stops reading. All are medians over the queries,
-    of causal attention over their second half.
+    A bar counts tokens from the query's own position (1) outwards. It ends, in three shades, where
+    the nearest keys hold each share of the weight. The mark is where `linbias.near_to_far` stops
+    reading. All are medians over the queries, of causal attention over their second half.
 
     Args:
         q: [H, T, D].
@@ -55,7 +55,8 @@ def reach(
         The figure.
 
     Raises:
-        TypeError, ValueError: As `linbias.attention`; there is a batch axis, or a share or width breaks its rule.
+        TypeError, ValueError: As `linbias.attention`; there is a batch axis, or a share or width
+            breaks its rule.
 
     Example:
         >>> q, k = np.random.default_rng(0).normal(size=(2, 4, 64, 16))
@@ -91,7 +92,7 @@ def reach(
 def tokens_that_hold(
     q: Array, k: Array, slopes: Array, shares: Sequence[float], options: dict[str, Any]
 ) -> Float64:
-    """[shares, H]: how many tokens from the query outwards hold a share of its weight, in the median over queries."""
+    """[shares, H]: how many tokens from the query outwards hold a share of its weight (median)."""
     weight = attention_weights(q, k, slopes, **options)
     H, T, S = weight.shape
     distance = np.abs(distances(T, S))
@@ -108,7 +109,7 @@ def tokens_that_hold(
 def tokens_read(
     q: Array, k: Array, slopes: Array, tolerance: float, options: dict[str, Any]
 ) -> Float64:
-    """[H]: how many tokens from the query outwards near to far reads, in the median over queries."""
+    """[H]: how many tokens from the query outwards near to far reads (median over queries)."""
     T, S = q.shape[1], k.shape[1]
     size = max(1, T // _TILES)
     v = np.zeros((*k.shape[:2], 1))

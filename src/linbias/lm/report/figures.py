@@ -1,9 +1,4 @@
-"""The plots of loss by test length, of an extrapolation experiment, and of the windows of heads.
-
-All are Matplotlib figures of records, never of typed numbers. Each line has its name beside it.
-"""
-
-from __future__ import annotations
+"""The plots of loss by test length, of an extrapolation experiment, and of windows of heads."""
 
 import io
 import math
@@ -76,7 +71,6 @@ def loss_by_length(evaluations: Sequence[EvaluationRecord]) -> Figure:
 def draw_loss_by_length(
     axes: Axes, evaluations: Sequence[EvaluationRecord], train_length: int, sizes: Sizes
 ) -> None:
-    """The lines of one training length."""
     ends = []
     for method in findings.methods(evaluations):
         points = findings.curve(evaluations, method, train_length)
@@ -119,12 +113,7 @@ def draw_loss_by_length(
 
 
 def windows(slopes: Any, needed: Any, kept_slopes: Any, kept: Any) -> Figure:
-    """The keys that heads can need, and those that a text made them keep, by slope.
-
-    Args:
-        slopes, needed: [layers, heads]; inf is left out.
-        kept_slopes, kept: [layers, key/value heads]; kept is None without a text.
-    """
+    """The keys that heads can need, and those that a text made them keep, by slope."""
     figure, (axes,) = _panels(1)
     (weights, _), (bias, _) = WEIGHTS, BIAS
     axes.plot(
@@ -157,19 +146,13 @@ def colours(*, dark: bool = False) -> dict[str, str]:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file's bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=160, facecolor=_BACKGROUND)
     return buffer.getvalue()
 
 
 def svg(figure: Figure, description: str) -> str:
-    """The figure as an <svg> element as wide as its surroundings, in the page's font and colours.
-
-    Args:
-        figure: Its colours become variables of the page, so that they follow its dark mode.
-        description: For readers who do not see it.
-    """
+    """The figure as an <svg> element, described in words, in the colours of the page."""
     buffer = io.StringIO()
     for label in figure.findobj(Text):
         label.set_path_effects([])  # which would turn letters into outlines: the page has its own
@@ -190,7 +173,6 @@ def svg_file(figure: Figure, description: str, *, dark: bool = False) -> str:
 
 
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels, at most two in a row."""
     columns = min(2, count)
     rows = math.ceil(count / columns)
     width = _WIDTH * columns if columns > 1 else _ALONE_WIDTH
@@ -212,7 +194,7 @@ def _quiet(axes: Axes) -> None:
 
 
 def _with_room(ticks: list[float], axes: Axes, sizes: Sizes) -> list[float]:
-    """Choose ticks whose labels do not overlap, beginning with the largest."""
+    """Ticks whose labels do not overlap, beginning with the largest."""
     room = math.log2(max(ticks) / min(ticks)) * sizes.tick_inches / (0.5 * _panel_inches(axes)[0])
     shown: list[float] = []
     for tick in sorted(ticks, reverse=True):
@@ -232,10 +214,7 @@ def _panel_inches(axes: Axes) -> tuple[float, float]:
 
 
 def _label_ends(axes: Axes, ends: list[_LineEnd], sizes: Sizes) -> None:
-    """Writes each name beside its line's end; names that would overlap share the room there.
-
-    A line that ends before the others has its name below, where it covers none of them.
-    """
+    """Writes each name beside its line's end; of one that ends before the others, below it."""
     last = max((end.x for end in ends), default=0.0)
     low, high = axes.get_ylim()
     line_height = sizes.name_inches / (0.68 * _panel_inches(axes)[1]) * (high - low)
@@ -255,7 +234,7 @@ def _label_ends(axes: Axes, ends: list[_LineEnd], sizes: Sizes) -> None:
 
 
 def _without_overlap(ends: list[_LineEnd], line_height: float) -> Iterator[tuple[_LineEnd, float]]:
-    """Give each label a height, as near to its line as the other labels allow."""
+    """Gives each label a height, as near to its line as the other labels allow."""
     groups: list[list[_LineEnd]] = []
     middles: list[float] = []
     for end in sorted(ends):  # by x, then y

@@ -1,25 +1,17 @@
-"""What the records of an extrapolation experiment say: numbers and sentences, without any layout.
-
-Terminal, page and figures (the modules of these names) show what is found here.
-"""
-
-from __future__ import annotations
+"""What the records of an extrapolation experiment say: numbers and sentences, without layout."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from linbias._run.files import Record
 from linbias.lm.report.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
-from linbias.lm.settings import TrainSettings
 from linbias.methods import METHODS
-
-T = TypeVar("T")
 
 # Another seed can change the loss by up to this share.
 _CLEAR_CHANGE = 0.01
@@ -54,19 +46,12 @@ def curve(evaluations: Iterable[EvaluationRecord], method: str, train_length: in
     return [Point(n, fmean(bits), min(bits), max(bits)) for n, bits in sorted(by_length.items())]
 
 
-def unique(values: Iterable[T]) -> list[T]:
-    """The different values, in order of appearance."""
-    return list(dict.fromkeys(values))
-
-
 def methods(records: Iterable[EvaluationRecord | TrainingRecord]) -> list[str]:
-    """The methods that were compared, in the order of the run."""
-    return unique(record.method for record in records)
+    return list(dict.fromkeys(record.method for record in records))
 
 
 def train_lengths(records: Iterable[EvaluationRecord | TrainingRecord]) -> list[int]:
-    """The training lengths, in the order of the run."""
-    return unique(record.train_length for record in records)
+    return list(dict.fromkeys(record.train_length for record in records))
 
 
 def test_lengths(evaluations: Iterable[EvaluationRecord], train_length: int) -> list[int]:
@@ -86,12 +71,10 @@ class Finding:
 
     @property
     def change(self) -> float:
-        """Relative change of bits per byte; negative is better."""
         return self.at_longest.mean / self.at_training.mean - 1.0
 
     @property
     def verdict(self) -> str:
-        """The change in words."""
         if self.at_longest.test_length == self.train_length:
             return "limited to its training length"
         if self.change <= 0.0:
@@ -103,7 +86,8 @@ class Finding:
         first, last = self.at_training.mean, self.at_longest.mean
         seeds = "one seed" if self.num_seeds == 1 else f"mean of {self.num_seeds} seeds"
         if multiple == 1:
-            return f"{self.verdict}: {first:.3f} bits per byte at {self.train_length:,} tokens ({seeds})"
+            at = f"bits per byte at {self.train_length:,} tokens"
+            return f"{self.verdict}: {first:.3f} {at} ({seeds})"
         return (
             f"{self.verdict} at {multiple:g}x the training length of {self.train_length:,}: "
             f"{first:.3f} to {last:.3f} bits per byte ({change_in_words(self.change)}, {seeds})"
@@ -134,9 +118,10 @@ def scope(trainings: Sequence[TrainingRecord]) -> str | None:
         return None
     parameters = max(training.metrics.num_parameters for training in trainings)
     return (
-        f"This was a short training of small models: they have {parameters / 1e6:.2f} M parameters and read {read:.2g} "
-        f"tokens for each parameter, where about {_FULL_TRAINING} are usual. It can show whose loss rises beyond the "
-        "training length. It cannot show which method is best after a full training, or in a large model."
+        f"This was a short training of small models: they have {parameters / 1e6:.2f} M "
+        f"parameters and read {read:.2g} tokens for each parameter, where about {_FULL_TRAINING} "
+        "are usual. It can show whose loss rises beyond the training length. It cannot show which "
+        "method is best after a full training, or in a large model."
     )
 
 
@@ -151,28 +136,23 @@ def cautions(results: ExtrapolationResults) -> list[str]:
             said.append(_hardly_learnt(length, trained))
     if any(finding.num_seeds == 1 for finding in changes):
         said.append(
-            "Where it says one seed, one model was trained: another seed trains another one, whose numbers "
-            "differ, and small differences may turn round. With --seeds 0,1,2 the figures show the mean "
-            "and the range of three."
+            "Where it says one seed, one model was trained: another seed trains another one, "
+            "whose numbers differ, and small differences may turn round. With --seeds 0,1,2 the "
+            "figures show the mean and the range of three."
         )
     return [sentence for sentence in said if sentence]
 
 
 def _ahead(length: int, trained: dict[str, float]) -> str:
-    """Which methods have a lower loss than ALiBi at the training length."""
     alibi = trained.get("alibi", -math.inf)
     better = {METHODS[method].label: bits for method, bits in trained.items() if bits < alibi}
     if not better:
         return ""
-    names = _listed([f"{label} ({bits:.3f})" for label, bits in better.items()])
-    return (
-        f"At the training length of {length:,}, {names} {'is' if len(better) == 1 else 'are'} ahead of ALiBi "
-        f"({alibi:.3f} bits per byte)."
-    )
+    names = [f"{label} ({bits:.3f})" for label, bits in better.items()]
+    return f"{_at(length, names)} ahead of ALiBi ({alibi:.3f} bits per byte)."
 
 
 def _hardly_learnt(length: int, trained: dict[str, float]) -> str:
-    """Which methods are hardly better than none: their change with length says little."""
     without = trained.get("none", math.inf)
     near = [
         METHODS[method].label
@@ -182,14 +162,16 @@ def _hardly_learnt(length: int, trained: dict[str, float]) -> str:
     if not near:
         return ""
     return (
-        f"At the training length of {length:,}, {_listed(near)} {'is' if len(near) == 1 else 'are'} less than "
-        f"{_HARDLY_BETTER:.0%} better than the same model without positions ({without:.3f} bits per byte): so little has "
-        "been learnt of positions there that the change with length says little about the method."
+        f"{_at(length, near)} less than {_HARDLY_BETTER:.0%} better than the same model without "
+        f"positions ({without:.3f} bits per byte): so little has been learnt of positions there "
+        "that the change with length says little about the method."
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+def _at(length: int, names: Sequence[str]) -> str:
+    """The beginning of a sentence about these methods."""
+    listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return f"At the training length of {length:,}, {listed} {'is' if len(names) == 1 else 'are'}"
 
 
 def change_in_words(change: float) -> str:
@@ -199,13 +181,7 @@ def change_in_words(change: float) -> str:
 
 
 class Row(NamedTuple):
-    """A row of a table.
-
-    Attributes:
-        method: Names the row.
-        cells: The numbers as text; None where the length is beyond the method's table of
-            positions.
-    """
+    """A row of a table; a cell is None beyond the method's table of positions."""
 
     method: str
     cells: list[str | None]
@@ -253,7 +229,10 @@ def cost_table(results: ExtrapolationResults) -> Table:
             rows.append(Row(method, cells))
     heads = ["trained\non", "tokens\nread", "time", "tokens/s", "peak\nmemory"]
     note = "tokens/s: of a median step, without start-up"
-    return Table(f"Training, {budget(results.settings.training)}", heads, rows, note)
+    shared = "the same tokens in the same order for every method"
+    if results.settings.training.seconds is not None:
+        shared = "equal time for every method"
+    return Table(f"Training, {shared}", heads, rows, note)
 
 
 class ValidationRow(NamedTuple):
@@ -265,7 +244,6 @@ class ValidationRow(NamedTuple):
     continuations: list[str]
 
     def cells(self) -> list[str | None]:
-        """The numbers as text, in the order of `Validations.titles`."""
         shown = [None if loss is None else f"{loss:.3f}" for loss in self.losses]
         return [*shown, None if self.accuracy is None else f"{self.accuracy:.1%}"]
 
@@ -277,7 +255,6 @@ class Validations(NamedTuple):
     rows: list[ValidationRow]
 
     def table(self, train_length: int) -> Table:
-        """The numbers."""
         caption = f"Nats per token, last validation while training on {train_length:,} tokens"
         heads = [title.replace(" at ", "\nat ") for title in self.titles]
         return Table(caption, heads, [Row(row.method, row.cells()) for row in self.rows])
@@ -315,15 +292,7 @@ def _mean_entry(kept: Sequence[Record], length: str, name: str) -> float | None:
 
 
 def loss_by_position(records: Sequence[EvaluationRecord]) -> tuple[list[float], list[float]]:
-    """One method's mean bits per byte by position: the positions (middles of pools), the bits.
-
-    Every token counts as many bytes as tokens of the scored text have in the mean.
-
-    What a causal model predicts at a position does not depend on the length of its segment. Each
-    position is therefore taken from the shortest segments that have it: there are most of those.
-    Neighbouring positions are pooled over half octaves, and further until there are enough
-    predictions.
-    """
+    """One method's mean bits per byte by position, from the shortest segments that have it."""
     total, count = np.zeros(0), np.zeros(0)
     evaluations = [record.evaluation for record in records]
     num_bytes = sum(evaluation.num_bytes or 0 for evaluation in evaluations)
@@ -347,10 +316,8 @@ def loss_by_position(records: Sequence[EvaluationRecord]) -> tuple[list[float], 
 
 
 def records_by_position(results: ExtrapolationResults) -> list[EvaluationRecord]:
-    """The records that `loss_by_position` may pool.
-
-    These are all records, unless the slopes depend on the segment's length: then a position has
-    another loss in a longer segment, and only the longest segments are taken.
+    """The records that `loss_by_position` may pool: all, unless slopes depend on the segment's
+    length, which gives a position another loss in each; then those of the longest.
     """
     evaluations = results.evaluations
     if results.settings.training.model.get("slope_scale") != "interpolate":
@@ -360,7 +327,6 @@ def records_by_position(results: ExtrapolationResults) -> list[EvaluationRecord]
 
 
 def introduction(evaluations: Sequence[EvaluationRecord]) -> str:
-    """What was compared, in one sentence."""
     lengths = " or ".join(f"{n:,}" for n in train_lengths(evaluations))
     longest = max(record.test_length for record in evaluations)
     return (
@@ -378,10 +344,3 @@ def lengths_in_words(evaluations: Sequence[EvaluationRecord]) -> str:
         if (points := curve(evaluations, method, train_length))
     ]
     return f"Lines of bits per byte by test length. {'; '.join(parts)}."
-
-
-def budget(training: TrainSettings) -> str:
-    """What the models that are compared have in common, in words."""
-    if training.seconds is not None:
-        return "equal time for every method"
-    return "the same tokens in the same order for every method"

@@ -1,11 +1,7 @@
 """The report of an extrapolation experiment: the explorer's page, opened on the run's results.
 
-It is made from the records of results.json alone, so it can be made again without measuring again.
-Without scripts, and to what reads pages without running them, it says the same in text, tables and
-a figure.
+It is made from results.json alone. Without scripts it says the same in text, tables and a figure.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
@@ -22,14 +18,12 @@ from linbias.methods import METHODS
 
 
 def write_report(results: ExtrapolationResults, folder: Path) -> None:
-    """Writes `extrapolation.png` and `report.html`, each whole or not at all."""
     png = figures.png(figures.loss_by_length(results.evaluations))
     write_whole(folder / "extrapolation.png", png)
     write_whole(folder / "report.html", html(results).encode())
 
 
 def html(results: ExtrapolationResults) -> str:
-    """The page."""
     shown = frame.content_of({"runs": [summary(results, "this run")]}, start="results")
     return frame.html(shown, "\n".join(_static(results)), "Train short, test long")
 
@@ -84,5 +78,4 @@ def _table(table: findings.Table) -> str:
 
 
 def _signed(text: str) -> str:
-    """Negative numbers with a minus sign."""
     return re.sub(r"(?<!\w)-(?=\d)", "\N{MINUS SIGN}", text)

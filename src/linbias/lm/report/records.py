@@ -16,11 +16,7 @@ from linbias.lm.training import LanguageModelMetrics
 
 @dataclass(frozen=True)
 class _ModelRecord:
-    """What was measured of one model: which one it is, and the flat JSON object.
-
-    `method` is its value of `LinbiasConfig.position`, `seed` that of its training, and `date` when
-    the measurement ended.
-    """
+    """What was measured of one model: which one it is, and when the measurement ended."""
 
     kind: ClassVar[str]
     measured: ClassVar[tuple[str, type[Any]]]  # the field with the numbers, and its type
@@ -30,27 +26,18 @@ class _ModelRecord:
     seed: int
     date: str = field(kw_only=True)
 
-    @classmethod
-    def key(cls, method: str, train_length: int, seed: int, **more: int) -> Record:
+    @property
+    def key(self) -> Record:
         """What distinguishes the record from the others, as JSON values."""
-        model = {"method": method, "train_length": train_length, "seed": seed}
-        return {"kind": cls.kind, **model, **more}
+        model = {"method": self.method, "train_length": self.train_length, "seed": self.seed}
+        return {"kind": self.kind, **model}
 
     def to_dict(self) -> Record:
-        """The flat JSON object."""
-        measured = getattr(self, self.measured[0]).to_dict()
-        return {**self._own_key(), **measured, "date": self.date}
-
-    def _own_key(self) -> Record:
-        return self.key(self.method, self.train_length, self.seed)
+        return {**self.key, **getattr(self, self.measured[0]).to_dict(), "date": self.date}
 
     @classmethod
     def from_dict(cls, record: Record) -> Self:
-        """The reverse of `to_dict`.
-
-        Raises:
-            ValueError: The record lacks a field; it is named.
-        """
+        """The reverse of `to_dict`; a `ValueError` names the fields that the record lacks."""
         part, kind = cls.measured
         names = ("method", "train_length", "seed", "date")
         required = (f.name for f in fields(kind) if f.default is MISSING)
@@ -79,7 +66,6 @@ class EvaluationRecord(_ModelRecord):
 
     @property
     def test_length(self) -> int:
-        """Tokens read at a time."""
         return self.evaluation.length
 
     @property
@@ -88,8 +74,9 @@ class EvaluationRecord(_ModelRecord):
         assert bits is not None  # the experiment always gives the text's size
         return bits
 
-    def _own_key(self) -> Record:
-        return {**super()._own_key(), "test_length": self.test_length}
+    @property
+    def key(self) -> Record:
+        return {**super().key, "test_length": self.test_length}
 
 
 @dataclass(frozen=True)
@@ -102,7 +89,6 @@ class ExtrapolationResults:
     evaluations: tuple[EvaluationRecord, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values."""
         return {
             "made": self.made,
             "settings": asdict(self.settings),
