@@ -23,9 +23,9 @@ from linbias.models import (
     LinbiasBertForTokenClassification,
     LinbiasBertModel,
     convert,
+    files,
     install,
     load,
-    loading,
 )
 from linbias.models.decoder.layout import read_attention_mask
 from linbias.models.encoders import bert
@@ -353,7 +353,7 @@ def test_a_mistyped_name_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "get_session", unreachable)
-    monkeypatch.setattr(loading, "cached_file", look)
+    monkeypatch.setattr(files, "cached_file", look)
     nowhere = r"load: cannot read .*'jinaai/typo': there is no such folder"
     with pytest.raises(ValueError, match=nowhere):
         load("jinaai/typo")

@@ -167,6 +167,11 @@ class Run(ABC):
     steps: int
     tokens_per_step: int  # that a step predicts; the mean, where steps differ
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that the run predicts."""
+        return self.steps * self.tokens_per_step
+
     def __init__(self, settings: Any, output: Path) -> None:
         self.settings, self.output = settings, output
         self.on_cpu = uses_cpu(settings.device, settings.precision)
@@ -278,7 +283,7 @@ class Run(ABC):
             metrics = self.metrics(
                 **self.losses(trainer.state),
                 steps=self.steps,
-                tokens=self.steps * self.tokens_per_step,
+                tokens=self.tokens,
                 seconds=self.checkpoints.seconds,
                 step_seconds=watch.step_seconds(),
                 peak_memory_bytes=memory.peak_bytes,
