@@ -22,7 +22,7 @@ import linbias
 from linbias.definition import Float64
 from linbias.example import TOKENS, trace
 from linbias.methods import BIAS, METHODS, WEIGHTS
-from linbias.variants import variant_slopes
+from linbias.schedules import variant_slopes
 
 FOLDER = Path(__file__).parent / "ideas"
 FAINT, HIDDEN = "#5b6773", "#f6f7f8"

@@ -68,7 +68,7 @@ def broken(facts: dict[str, Any]) -> list[str]:
 
 
 def explain_call(call: str) -> Any:
-    """Tell which implementation "auto" takes for a call in PyTorch, and why (see `explain_choice`)."""
+    """Tell which implementation "auto" takes for a call in PyTorch, and why."""
     from linbias.torch.choice import explain_choice
 
     return explain_choice(call)

@@ -31,9 +31,11 @@ def trace(
     """Explain the book's example (slopes 1/2 and 1/4), or the arrays in a file.
 
     Args:
-        path: .npz with q, k, v, each [heads, length, size]; optional slopes and right_slopes [heads] and
-            tokens [keys]. Without slopes they are those of the paper for so many heads.
-        causal: hide the keys after the query, unless the file holds slopes for them (right_slopes).
+        path: .npz with q, k, v, each [heads, length, size]; optional slopes and right_slopes
+            [heads] and tokens [keys]. Without slopes they are those of the paper for so many
+            heads.
+        causal: hide the keys after the query, unless the file holds slopes for them
+            (right_slopes).
         slope: One for all heads, or one for each, instead of those on every side that is not
             hidden; 0 gives standard attention.
 
@@ -73,7 +75,8 @@ def _override(side: Any, slope: Sequence[float]) -> Float64:
     """The numbers given instead of the slopes of one side; what is hidden stays so."""
     if len(slope) not in (1, len(side)):
         raise ValueError(
-            f"explain: slope must be one number or {len(side)}, one for each head, got {len(slope)}"
+            f"explain: slope must be one number or {len(side)}, one for each head,"
+            f" got {len(slope)}"
         )
     if not all(0 <= number < math.inf for number in slope):
         raise ValueError(f"explain: slope must be at least 0 and finite, got {min(slope):g}")
@@ -91,7 +94,8 @@ def _read(path: Path) -> dict[str, Any]:
     except (EOFError, ValueError, zipfile.BadZipFile, AttributeError, TypeError) as error:
         # NumPy's own words advise to load what may run code.
         raise ValueError(
-            f"explain: arrays must be an .npz file of numbers, as numpy.savez writes it, got {path}"
+            "explain: arrays must be an .npz file of numbers, as numpy.savez writes it,"
+            f" got {path}"
         ) from error
 
 
@@ -168,10 +172,7 @@ CSV_TITLES = ("quantity", "bias", "head", "query", "query_token", "column", "key
 def to_csv(
     trace: Explanation, plain: Explanation, queries: list[int], heads: list[int]
 ) -> Iterator[tuple[str | int | float, ...]]:
-    """The same numbers as lines of `CSV_TITLES`, one for each; a column is a key or an entry of the output.
-
-    Of hidden keys there are only their weights, 0.
-    """
+    """The same numbers as lines of `CSV_TITLES`; of hidden keys only their weights, 0."""
     names, start = trace.names(), int(trace.query_start)
     for bias, found in (("with", trace), ("without", plain)):
         of_heads: list[tuple[str, int | str, Float64]] = [

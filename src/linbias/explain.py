@@ -22,7 +22,8 @@ class Explanation:
         q: [..., H, T, D], the queries.
         raw: [..., H, T, S], q . k.
         scaled: [..., H, T, S], scale * raw.
-        bias: [..., H, T, S], what is added: -slope * distance, -inf where hidden; and the numbers of a mask.
+        bias: [..., H, T, S], what is added: -slope * distance, -inf where hidden; and the numbers
+            of a mask.
         scores: [..., H, T, S], scaled + bias.
         weights: [..., H, T, S], softmax(scores).
         output: [..., H, T, E], weights @ v.
@@ -72,16 +73,16 @@ class Explanation:
         return in_words(float(self.slopes[..., head]), float(self.right_slopes[..., head]))
 
     def names(self, tokens: Sequence[str] | None = None) -> list[str]:
-        """Name the S keys: by the tokens given, else by those of `explain`, else by their index."""
+        """Name the S keys: by tokens given here, else to `explain`, else by their index."""
         S = self.scores.shape[-1]
         tokens = self.tokens if tokens is None else tokens
-        found = [str(s) for s in range(S)] if tokens is None else [str(token) for token in tokens]
-        if len(found) != S:
-            raise ValueError(f"explain: tokens must name the {S} keys, got {len(found)}")
-        return found
+        names = [str(s) for s in range(S)] if tokens is None else [str(token) for token in tokens]
+        if len(names) != S:
+            raise ValueError(f"explain: tokens must name the {S} keys, got {len(names)}")
+        return names
 
     def find(self, query: int | str, tokens: Sequence[str] | None = None) -> int:
-        """Find the index of a query by a number, negative from the end, or by the token at its position.
+        """Find a query's index by a number, negative from the end, or by its token.
 
         Args:
             query: A number, in digits too, or one of the tokens.
@@ -113,12 +114,13 @@ class Explanation:
         """Write one query's trace as text, a block per head.
 
         Args:
-            query: Index of the query, negative from the end, or the token at its position; the last by default.
+            query: Its index, negative from the end, or its token; the last by default.
             head: Only this head; None means all.
             tokens: As for `names`.
 
         Raises:
-            ValueError: There is a batch axis, no such query, or tokens has another length than the keys.
+            ValueError: There is a batch axis, no such query, or tokens has another length than the
+                keys.
             IndexError: head is out of range.
         """
         if self.scores.ndim != 3:
@@ -142,7 +144,7 @@ class Explanation:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every array as nested lists, ready for JSON but for inf (hidden keys), and the tokens."""
+        """Return every array as nested lists, JSON but for inf (hidden keys), and the tokens."""
         arrays = {name: value.tolist() for name, value in vars(self).items() if name != "tokens"}
         return {**arrays, "tokens": None if self.tokens is None else list(self.tokens)}
 

@@ -1,4 +1,4 @@
-"""The slope schedules: how fast each head's scores fall with distance."""
+"""The slope schedules and variants: how fast each head's scores fall with distance."""
 
 import math
 
@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 SCHEDULES = ("paper", "geometric", "halving", "mpt")
+# Of DESIGN section 1: a name for slopes of both sides.
+VARIANTS = ("causal", "symmetric", "directional", "asymmetric", "none", "none_causal")
 
 
 def in_words(left: float, right: float = math.inf) -> str:
@@ -90,3 +92,33 @@ def slopes(
 
 def _geometric(num_heads: int, max_bias: float) -> npt.NDArray[np.float64]:
     return np.exp2(-max_bias * np.arange(1.0, num_heads + 1) / num_heads)
+
+
+def is_causal(variant: str) -> bool:
+    """Whether the variant hides the keys after the query."""
+    return variant in ("causal", "none_causal")
+
+
+def variant_slopes(
+    function: str, variant: str, num_heads: int, schedule: str = "paper", max_bias: float = 8.0
+) -> tuple[list[float], list[float]]:
+    """Return left and right slopes, [H] each; a causal variant hides the right side in any case.
+
+    Raises:
+        ValueError: The variant is unknown, or splits an odd number of heads.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"{function}: variant must be one of {VARIANTS}, got {variant!r}")
+    if variant == "directional" and num_heads % 2:
+        raise ValueError(
+            f"{function}: variant 'directional' needs an even num_heads, got {num_heads}"
+        )
+    if variant.startswith("none"):
+        flat = [0.0] * num_heads
+        return flat, flat
+    if variant == "directional":
+        half = slopes(num_heads // 2, schedule, max_bias).tolist()
+        hidden = [math.inf] * (num_heads // 2)
+        return half + hidden, hidden + half
+    own = slopes(num_heads, schedule, max_bias).tolist()
+    return own, own

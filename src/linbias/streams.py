@@ -1,10 +1,13 @@
-"""Streams: which keys a cache may drop, known from a model's weights, and what is known of keys that were dropped.
+"""Streams: which keys a cache may drop, and what is known of keys that were dropped.
 
-A head with slope m cannot be moved, beyond rounding, by keys farther away than some window. Two answers to how far that is:
+A head with slope m cannot be moved, beyond rounding, by keys farther away than some window. Two
+answers to how far that is:
 
-    from the weights    whatever the text: no key that the model can make leads a query's own key by more than `largest_lead`,
-                        so a weight at distance d is at most exp(lead - m d)
-    from the keys       `Dropped`, a ledger of constant size: an upper bound on all weight that the keys gone would have in a row
+    from the weights    whatever the text: no key that the model can make leads a query's own key
+                        by more than `largest_lead`: a weight at distance d is at most
+                        exp(lead - m d)
+    from the keys       `Dropped`, a ledger of constant size: an upper bound on all weight that the
+                        keys gone would have in a row
 
 The proofs are in docs/math.md. Everything here is float64 and NumPy.
 """
@@ -35,23 +38,29 @@ def largest_lead(
     centred: bool,
     related: bool = True,
 ) -> float:
-    """Bound, for every input, by how much a key's score without bias can lead that of the query's own key.
+    """Bound by how much a key's score without bias can lead that of the query's own key.
 
-    With y the normed input at the query and z that at the key, q = F y + f and k = G z + g (g plays no part):
+    With y the normed input at the query and z that at the key, q = F y + f and k = G z + g (g
+    plays no part):
 
-        lead = max over |y|, |z| <= radius of scale * q . (k - k_own) = scale * (F y + f) . G (z - y)
+        lead = max over |y|, |z| <= radius of
+               scale * q . (k - k_own) = scale * (F y + f) . G (z - y)
 
-    The largest value over z is known in closed form; what remains is a quadratic form on a ball for each of a family of
-    upper bounds, which its dual solves exactly. Every value that is tried is an upper bound, so none is too small.
+    The largest value over z is known in closed form; what remains is a quadratic form on a ball
+    for each of a family of upper bounds, which its dual solves exactly. Every value that is tried
+    is an upper bound, so none is too small.
 
     Args:
-        q_weight, k_weight: [D, n], F and G: one head's projections, with the norm's weights multiplied into the columns.
+        q_weight, k_weight: [D, n], F and G: one head's projections, with the norm's weights
+            multiplied into the columns.
         q_bias: [D], f: the query projection's bias and what it makes of the norm's; None is 0.
         radius: At least the norm of every normed input: sqrt(n) after layer norm and RMS norm.
         scale: Factor on q . k.
-        centred: Whether the entries of normed inputs sum to 0, as after layer norm and not after RMS norm.
-        related: Whether a query and its own key are made of one normed input. Not so where queries and keys have norms of
-            their own, behind the projections: then F and G are those norms' weights, and the own key is any that there is.
+        centred: Whether the entries of normed inputs sum to 0, as after layer norm and not after
+            RMS norm.
+        related: Whether a query and its own key are made of one normed input. Not so where queries
+            and keys have norms of their own, behind the projections: then F and G are those norms'
+            weights, and the own key is any that there is.
 
     Returns:
         The lead in nats, at least 0; inf where a weight is not finite.
@@ -60,7 +69,7 @@ def largest_lead(
         ValueError: Shapes do not fit, or radius is negative or nan.
 
     Example:
-        >>> F = G = np.diag([1.0, 2.0])  # the best key lies along the query: at half its length, on the other side
+        >>> F = G = np.diag([1.0, 2.0])  # the best key: half the query, on the other side
         >>> round(largest_lead(F, G, radius=1.0, scale=-1.0, centred=False), 6)
         8.0
     """
@@ -105,7 +114,8 @@ def window_of_lead(
 ) -> npt.NDArray[np.float64]:
     """Say how many of the nearest keys a head must keep, from its lead and its slope.
 
-    Keys at a distance of the window or more hold at most `tolerance` of any row's probability together:
+    Keys at a distance of the window or more hold at most `tolerance` of any row's probability
+    together:
 
         exp(lead) * sum over i >= window of exp(-slope * i) <= tolerance
 
@@ -135,15 +145,16 @@ def window_of_lead(
 
 
 class Dropped:
-    """What is known of a head's dropped keys: a bound on the weight that they would have, in constant memory.
+    """What is known of a head's dropped keys: a bound on their weight, in constant memory.
 
     For lengths r of |scale q| on a fixed grid it keeps
 
         sums[r] = log sum over dropped keys s of exp(r |k_s - center| - slope * (at - s))
 
-    which a key joins once and which falls by `slope` for every token since. As a function of r it is convex, so that
-    between two lengths of the grid the chord is an upper bound, and beyond the last one the largest |k - center| is its
-    steepest slope. A huge key is forgotten as its distance grows.
+    which a key joins once and which falls by `slope` for every token since. As a function of r it
+    is convex, so that between two lengths of the grid the chord is an upper bound, and beyond the
+    last one the largest |k - center| is its steepest slope. A huge key is forgotten as its
+    distance grows.
 
     Args:
         slope: At least 0.
@@ -176,7 +187,8 @@ class Dropped:
         """Take over keys that are dropped.
 
         Args:
-            keys: [n, D], at positions first, first + 1, ...; a key that is not finite makes every later bound inf.
+            keys: [n, D], at positions first, first + 1, ...; a key that is not finite makes every
+                later bound inf.
             first: At least the position after the last key that was dropped.
 
         Raises:
@@ -199,7 +211,7 @@ class Dropped:
         self.at, self.count = at, self.count + len(keys)
 
     def bound(self, q: npt.ArrayLike, lse: npt.ArrayLike, positions: npt.ArrayLike) -> Float64:
-        """Bound log(weight of the dropped keys / weight of the keys that were read), for each query row.
+        """Bound log(weight of the dropped keys / weight of the keys read), for each query row.
 
         Args:
             q: [T, D].
@@ -207,7 +219,8 @@ class Dropped:
             positions: [T], at or after all dropped keys.
 
         Returns:
-            [T]; -inf where nothing was dropped. nan wherever q or lse is: compare so that it does not pass.
+            [T]; -inf where nothing was dropped. nan wherever q or lse is: compare so that it does
+            not pass.
         """
         q, lse = np.asarray(q, np.float64), np.asarray(lse, np.float64)
         if self.count == 0:
@@ -225,13 +238,13 @@ class Dropped:
 
 
 def _most_on_ball(M: Float64, b: Float64, radius: float) -> float:
-    """At least max of y'M y + b.y over |y| <= radius, by its dual, which has no gap: M is symmetric."""
+    """At least max of y'M y + b.y over |y| <= radius, by its dual; no gap, as M is symmetric."""
     values, vectors = np.linalg.eigh(M)
     squares = (vectors.T @ b) ** 2
     low = max(0.0, float(values[-1]))
     room = max(abs(values[0]), abs(values[-1]), math.sqrt(squares.sum()) / radius, 1e-300)
 
-    # x >= 0 and x >= values: max of y'M y + b.y <= x radius^2 + sum of squares / (4 (x - values)); convex in x
+    # x >= 0, values: max of y'M y + b.y <= x radius^2 + sum of squares / (4 (x - values)), convex
     def dual(log_x: float) -> float:
         x = low + math.exp(log_x)
         return x * radius**2 + float((squares / (x - values)).sum()) / 4

@@ -8,7 +8,7 @@ import numpy as np
 import linbias
 from linbias import explore
 from linbias.explore.data import WORDS
-from linbias.variants import variant_slopes
+from linbias.schedules import variant_slopes
 
 
 def explained(state: dict[str, Any]) -> tuple[linbias.Explanation, list[str]]:

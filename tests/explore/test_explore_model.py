@@ -34,7 +34,7 @@ from linbias.paper.config import PaperConfig
 from linbias.paper.dictionary import Dictionary
 from linbias.paper.model import PaperForCausalLM
 from linbias.paper.words import save_word_tokenizer
-from linbias.variants import variant_slopes
+from linbias.schedules import variant_slopes
 from test_cli import run
 
 T = 40  # tokens that are shown

@@ -13,8 +13,8 @@ import torch
 import linbias
 from contract import rows
 from linbias.jax.call import prepare
+from linbias.schedules import VARIANTS, is_causal, variant_slopes
 from linbias.torch import MultiheadAttention
-from linbias.variants import VARIANTS, is_causal, variant_slopes
 
 pytest.importorskip("flax", reason="Flax has no release for every Python")
 

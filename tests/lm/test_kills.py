@@ -1,4 +1,4 @@
-"""`extrapolate`, `embed` and the paper's path, killed in and between steps, end as if undisturbed."""
+"""`extrapolate`, `embed` and the paper's path, killed at any point, end as if undisturbed."""
 
 import random
 from collections.abc import Callable

@@ -16,8 +16,8 @@ from jax.typing import ArrayLike
 
 from linbias import _extras, _request
 from linbias.jax.call import Slopes, prepare, run
-from linbias.variants import is_causal as is_causal_variant
-from linbias.variants import variant_slopes
+from linbias.schedules import is_causal as is_causal_variant
+from linbias.schedules import variant_slopes
 
 _extras.require("linbias.jax.flax")
 

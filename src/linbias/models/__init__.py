@@ -19,7 +19,8 @@ from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
 from linbias.models.decoder.linbias import LinbiasForCausalLM, LinbiasForMaskedLM, LinbiasModel
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration, LinbiasSeq2SeqModel
 from linbias.models.embedding.documents import Document, read_documents
-from linbias.models.embedding.embed import Embedded, embed
+from linbias.models.embedding.embed import embed
+from linbias.models.embedding.vectors import Embedded
 from linbias.models.encoders.bert import (
     LinbiasBertForMaskedLM,
     LinbiasBertForSequenceClassification,

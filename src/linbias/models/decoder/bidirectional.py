@@ -26,9 +26,9 @@ from transformers import initialization as init
 
 from linbias.models.decoder.positions import AttendOptions, Biased, distances_of, query_start_of
 from linbias.models.decoder.slopes import ModelSlopes
+from linbias.schedules import variant_slopes
 from linbias.torch import attention, merge
 from linbias.torch.constant import constant
-from linbias.variants import variant_slopes
 
 
 class Sloped(Biased):

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from linbias import _request
+from linbias.schedules import is_causal, variant_slopes
 from linbias.torch.constant import constant
 from linbias.torch.functional import attention, attention_weights
 from linbias.torch.layers import masks
 from linbias.torch.layers.theirs import NoMatrix, take_weights
 from linbias.torch.packed import nested
 from linbias.torch.points.functional import attention_points
-from linbias.variants import is_causal, variant_slopes
 
 
 class MultiheadAttention(nn.Module):
