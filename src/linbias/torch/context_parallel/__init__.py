@@ -1,5 +1,4 @@
-"""Attention over a sequence that lies in shares on several processes: a head fetches its window
-from the neighbours, and no more.
+"""Attention over a sequence in shares on several processes: a head fetches what it can reach.
 
 Each process gathers the lengths of all shares and balls that their keys lie in, finds how many
 keys beyond its edges each head cannot do without (`impl.certificate`), gathers these numbers,
