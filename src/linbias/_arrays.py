@@ -201,10 +201,13 @@ def check(function: str, request: Request[Array]) -> Problem:
 
 
 def fill(request: Request[Array], problem: Problem) -> dict[str, Any]:
+    slopes = request.slopes
+    if slopes is None:
+        slopes = slopes_of_paper(problem.H) if problem.H else np.zeros(0)
     return _request.fill(
         request,
         problem,
-        lambda: slopes_of_paper(problem.H) if problem.H else np.zeros(0),
+        slopes,
         np.broadcast_to,
         lambda ranges: ranges[..., 1].max(1, initial=0),
     )

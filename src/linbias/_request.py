@@ -329,26 +329,23 @@ def check_values(
 def fill(
     request: Request[A],
     problem: Problem,
-    default_slopes: Callable[[], A],
+    slopes: A,
     broadcast_to: Callable[[Any, tuple[int, ...]], Any],
     last_end: Callable[[Any], Any],
 ) -> dict[str, Any]:
     """A checked call with what it leaves open filled in, but for arrays that a front end makes.
 
     Args:
-        default_slopes: Of a call that names none.
+        slopes: Those of the request, or what a call means that names none.
         broadcast_to: The front end's own.
         last_end: Where the ranges [B, G, 2] of each batch row end at last: [B].
     """
-    left: Any = request.slopes
     right: Any = request.right_slopes
     ranges: Any = request.key_range
     start: Any = request.query_start
     mask: Any = request.mask
-    if left is None:
-        left = default_slopes()
     if right is None and not problem.causal:
-        right = left
+        right = slopes
     if ranges is not None:
         per_head = ranges if len(ranges.shape) == 3 else ranges[:, None]
         ranges = broadcast_to(per_head, (problem.B, problem.G, 2))
@@ -360,7 +357,7 @@ def fill(
         "q": request.q,
         "k": request.k,
         "v": request.v,
-        "left": left,
+        "left": slopes,
         "right": right,
         "key_range": ranges,  # [B, G, 2]
         "query_start": start,  # [B]

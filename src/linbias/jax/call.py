@@ -66,6 +66,7 @@ def prepare(
         )
     if left is None:
         _refuse_in_shard_map(function, sequence_axes)
+        left = np.asarray(slopes_of_paper(problem.H) if problem.H else (), wide)
     mask = request.mask
     if mask is not None:
         mask = jnp.asarray(mask, wide if problem.added else bool)
@@ -79,7 +80,7 @@ def prepare(
     filled = _request.fill(
         limited,
         problem,
-        lambda: np.asarray(slopes_of_paper(problem.H) if problem.H else (), wide),
+        left,
         jnp.broadcast_to,
         lambda ranges: ranges[..., 1].max(1, initial=0),
     )

@@ -76,13 +76,9 @@ def prepare(
             check_slopes(function, "right_slopes", right)
         if problem.placed or problem.positions:
             _request.check_values(function, problem, request, _read)
-    filled = _request.fill(
-        request,
-        problem,
-        lambda: default_slopes(problem.H, wide, q.device),
-        torch.broadcast_to,
-        last_end,
-    )
+    if left is None:
+        left = default_slopes(problem.H, wide, q.device)
+    filled = _request.fill(request, problem, left, torch.broadcast_to, last_end)
     if problem.positions:
         x, xq = standing.stand(request, problem, filled["query_start"])
         filled.update(positions=x, query_positions=xq)
