@@ -1,7 +1,8 @@
-"""What attention with linear biases gives when it has one of the known bugs: the answers that vectors must differ from.
+"""What attention with linear biases gives when it has one of the known bugs: the answers that
+vectors must differ from.
 
-Each bug changes one thing of the definition: the bias that is added, what a query may see, or an argument. All of
-them were found in released code or reported against it (docs/faq.md).
+Each bug changes one thing of the definition: the bias that is added, what a query may see, or an
+argument. All of them were found in released code or reported against it (docs/faq.md).
 """
 
 from collections.abc import Callable
@@ -61,10 +62,8 @@ class Call:
     def attend(self, bias: Array | None = None) -> Answer:
         """Add this bias, or the definition's, to the scaled products of queries and keys."""
         bias = np.where(self.real, self.bias() if bias is None else bias, -np.inf)
-        zeros = np.zeros(self.H)
-        return linbias.attention(
-            self.q, self.k, self.v, zeros, causal=False, scale=self.scale, mask=bias, return_lse=True
-        )  # fmt: skip
+        options = {"causal": False, "scale": self.scale, "mask": bias, "return_lse": True}
+        return linbias.attention(self.q, self.k, self.v, np.zeros(self.H), **options)
 
 
 BUGS: dict[str, Callable[[Call], Answer]] = {}

@@ -1,4 +1,6 @@
-"""PyTorch's FlexAttention with the score_mod of its ALiBi example: slope * (key - query), behind a causal mask."""
+"""PyTorch's FlexAttention with the score_mod of its ALiBi example: slope * (key - query), behind a
+causal mask.
+"""
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention

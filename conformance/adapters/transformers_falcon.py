@@ -1,5 +1,6 @@
-"""Transformers: a Falcon model of one layer, `eager`. Falcon divides the bias by sqrt(D), which its checkpoints are
-trained with: the adapter multiplies it back, so that rows say what else is different."""
+"""Transformers: a Falcon model of one layer, `eager`. Falcon divides the bias by sqrt(D), which
+its checkpoints are trained with: the adapter multiplies it back, so that rows say what else is
+different."""
 
 import torch
 from transformers import FalconConfig, FalconModel

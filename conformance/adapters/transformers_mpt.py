@@ -1,4 +1,6 @@
-"""Transformers: an MPT model of one layer, with its own masks and cache; max_seq_len is its default, 2,048."""
+"""Transformers: an MPT model of one layer, with its own masks and cache; max_seq_len is its
+default, 2,048.
+"""
 
 import torch
 from transformers import MptConfig, MptModel

@@ -1,6 +1,7 @@
 """flash-attn 2: the formulas of its kernels, which need CUDA, written down from its sources.
 
-With causal=True they add slope * key index, and otherwise -slope * |i + S - T - j|; softmax_lse is of these scores."""
+With causal=True they add slope * key index, and otherwise -slope * |i + S - T - j|; softmax_lse is
+of these scores."""
 
 import numpy as np
 

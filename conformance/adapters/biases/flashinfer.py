@@ -1,4 +1,4 @@
-"""FlashInfer: the formula of its kernels, which need CUDA: slope * (key - query), causal or not."""
+"""FlashInfer: the formula of its kernels, which need CUDA: slope * (key - query)."""
 
 import numpy as np
 

@@ -1,4 +1,6 @@
-"""jaketae/alibi, to which others refer: the formula of its attention, which divides by the root of the whole width."""
+"""jaketae/alibi, to which others refer: the formula of its attention, which divides by the root of
+the whole width.
+"""
 
 import numpy as np
 

@@ -1,4 +1,6 @@
-"""MosaicML's Composer: the bias that its ALiBi algorithm gives to GPT-2 (causal) and BERT (both sides)."""
+"""MosaicML's Composer: the bias that its ALiBi algorithm gives to GPT-2 (causal) and BERT (both
+sides).
+"""
 
 import torch
 

@@ -1,4 +1,6 @@
-"""ai2-olmo: alibi_attention_bias, which OLMo has as an option; its released models are trained without."""
+"""ai2-olmo: alibi_attention_bias, which OLMo has as an option; its released models are trained
+without.
+"""
 
 from types import SimpleNamespace
 
@@ -9,10 +11,7 @@ from adapters import parts
 
 NAME, PACKAGE, RUNS = "OLMo", "ai2-olmo", "its bias; attention in NumPy"
 DTYPES = ("float32",)
-CONVENTIONS = {
-    f"slopes-paper-{H}": "2^(-8(h+1)/H) for every H, as the paper's text has it: the schedule `geometric`"
-    for H in (6, 12, 20, 71)
-}
+CONVENTIONS = parts.GEOMETRIC
 
 
 def attention(q, k, v, *, slopes, causal, scale, schedule="geometric", max_bias=8.0):

@@ -1,4 +1,6 @@
-"""The paper's own code, a fork of fairseq: its formula, slope * key index in a causal mask, in float32."""
+"""The paper's own code, a fork of fairseq: its formula, slope * key index in a causal mask, in
+float32.
+"""
 
 import numpy as np
 

@@ -1,4 +1,6 @@
-"""zetascale: the other AlibiPositionalBias, that of its Transformer; a layer that has seen a whole text before."""
+"""zetascale: the other AlibiPositionalBias, that of its Transformer; a layer that has seen a whole
+text before.
+"""
 
 from adapters import parts
 
