@@ -45,13 +45,10 @@ def numbers(seed: int, *shape: int) -> Array:
 
 def inputs(seed: int, B: int = 1, H: int = 8, T: int = 7, S: int = 7, D: int = 4, G: int = 0):
     """The arguments that every row has: causal, the paper's slopes."""
-    q, k, v = (
-        numbers(3 * seed + i, B, heads, length, D)
-        for i, (heads, length) in enumerate(((H, T), (G or H, S), (G or H, S)))
-    )
-    return {
-        "q": q, "k": k, "v": v, "slopes": linbias.slopes(H), "causal": True, "scale": D**-0.5,
-    }  # fmt: skip
+    q = numbers(3 * seed, B, H, T, D)
+    k, v = (numbers(3 * seed + i, B, G or H, S, D) for i in (1, 2))
+    others = {"slopes": linbias.slopes(H), "causal": True, "scale": D**-0.5}
+    return {"q": q, "k": k, "v": v, **others}
 
 
 def call(arguments: dict[str, Any]) -> Call:
@@ -95,10 +92,8 @@ def basic_rows() -> list[Row]:
     for given, causal in ((no_bias, True), (full, False)):
         given.update(slopes=np.zeros(8), causal=causal)
     large = inputs(13, H=4, T=6, S=6, D=16)
-    large["q"] = np.full_like(large["q"], 48.0)
-    large["k"] = np.broadcast_to(
-        np.array([2, -3, 5, 4, 6, 64.0])[:, None], large["k"].shape
-    ) * np.ones(16)
+    large["q"] = np.full((1, 4, 6, 16), 48.0)
+    large["k"] = np.tile(np.array([[2, -3, 5, 4, 6, 64.0]]).T, (1, 4, 1, 16))
     per_row = inputs(14, B=2)
     per_row["slopes"] = np.stack([linbias.slopes(8), linbias.slopes(8, "geometric", 4)[::-1]])
     return [
@@ -145,11 +140,11 @@ def slope_rows() -> list[Row]:
     )):  # fmt: skip
         given = inputs(20 + seed, H=H, T=1, S=9)
         given.update(slopes=None, schedule=schedule, max_bias=max_bias)
-        name = f"slopes-{schedule}-{H}" + (f"-max-{max_bias:g}" if max_bias != 8 else "")
-        meaning = f"Slopes of {H} heads by the schedule `{schedule}`" + (
-            f", down to 2^-{max_bias:g}." if max_bias != 8 else "."
-        )
-        rows.append(Row(name, meaning, given, wrong))
+        name = f"slopes-{schedule}-{H}"
+        meaning = f"Slopes of {H} heads by the schedule `{schedule}`"
+        if max_bias != 8:
+            name, meaning = f"{name}-max-{max_bias:g}", f"{meaning}, down to 2^-{max_bias:g}"
+        rows.append(Row(name, f"{meaning}.", given, wrong))
     return rows
 
 
@@ -163,11 +158,8 @@ def position_rows() -> list[Row]:
     directional, asymmetric = inputs(43), inputs(44)
     half = linbias.slopes(4)
     hidden = np.full(4, np.inf)
-    directional.update(
-        causal=False,
-        slopes=np.concatenate([half, hidden]),
-        right_slopes=np.concatenate([hidden, half]),
-    )
+    sides = (np.concatenate([half, hidden]), np.concatenate([hidden, half]))
+    directional.update(causal=False, slopes=sides[0], right_slopes=sides[1])
     asymmetric.update(causal=False, right_slopes=linbias.slopes(8)[::-1].copy())
     part = {**inputs(45, T=3, S=5), "query_start": np.array([1]), **LSE}
     return [
@@ -202,10 +194,7 @@ def position_rows() -> list[Row]:
 def hidden_rows() -> list[Row]:
     """Padding, caches, packed texts, rows that see nothing."""
     rows = []
-    ranges = {
-        "left": np.array([[3, 7], [0, 7]]),
-        "right": np.array([[0, 4], [0, 7]]),
-    }
+    ranges = {"left": np.array([[3, 7], [0, 7]]), "right": np.array([[0, 4], [0, 7]])}
     for seed, (side, causal) in enumerate((s, c) for s in ranges for c in (True, False)):
         key_range = ranges[side]
         keys = np.arange(7)
@@ -275,8 +264,7 @@ def far_rows() -> list[Row]:
     lift = np.array([64, 32, 16, 8.0])[:, None, None]
     content["q"] = np.full((1, 4, 1, 16), 8.0)
     k, place = np.zeros((4, 4400, 16)), np.arange(4400)
-    far = place >= 4384 - 4112
-    far &= place < 4400 - 4098
+    far = (place >= 4384 - 4112) & (place < 4400 - 4098)
     k[:, far] = lift
     content["k"], content["v"] = k[None], np.where(far[:, None], content["v"], 0.0)
     rows.append(Row("far-keys",
@@ -302,17 +290,15 @@ def make() -> tuple[dict[str, npt.NDArray[Any]], list[dict[str, Any]]]:
     arrays: dict[str, npt.NDArray[Any]] = {}
     described = []
     for row in (row for rows in ROWS for row in rows()):
-        out, lse = right(row)
-        asks_lse = row.arguments.get("return_lse", False)
-        kept = {"out": out} | ({"lse": lse} if asks_lse else {})
+        parts = ("out", "lse") if row.arguments.get("return_lse") else ("out",)
+        kept = dict(zip(parts, right(row), strict=False))
         moved, wrongs = {}, []
         for name in row.bugs:
-            answer = BUGS[name](call(row.arguments))
-            wrong = {"out": answer[0]} | ({"lse": answer[1]} if asks_lse else {})
+            wrong = dict(zip(parts, BUGS[name](call(row.arguments)), strict=False))
             moved[name] = distance(wrong, kept, row.arguments["v"], row.compared)
             assert moved[name] >= 10 * TOLERANCE["bfloat16"], (row.name, name, moved[name])
             wrongs.append(wrong)
-        for part in wrongs[0]:
+        for part in parts:
             kept[f"bugs-{part}"] = np.stack([wrong[part] for wrong in wrongs]).astype(np.float16)
         settings = {}
         for name, value in row.arguments.items():
@@ -325,12 +311,11 @@ def make() -> tuple[dict[str, npt.NDArray[Any]], list[dict[str, Any]]]:
             {"name": name, "moves": None if np.isinf(x) else round(x, 3)}
             for name, x in moved.items()
         ]
-        compared = {} if row.compared is None else {"compared": row.compared.tolist()}
-        described.append(
-            {"name": row.name, "meaning": row.meaning, "settings": settings, "steps": row.steps}
-            | compared
-            | {"bugs": bugs}
-        )
+        about = {"name": row.name, "meaning": row.meaning, "settings": settings}
+        about["steps"] = row.steps
+        if row.compared is not None:
+            about["compared"] = row.compared.tolist()
+        described.append({**about, "bugs": bugs})
     return arrays, described
 
 
