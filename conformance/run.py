@@ -38,7 +38,8 @@ from importlib import metadata
 m = importlib.import_module(sys.argv[1])
 version = m.PACKAGE and metadata.version(m.PACKAGE)
 print(json.dumps({"implementation": m.NAME, "version": version, "runs": m.RUNS,
-                  "dtypes": m.DTYPES, "conventions": getattr(m, "CONVENTIONS", {})}))
+                  "dtypes": getattr(m, "DTYPES", ["float32"]),
+                  "conventions": getattr(m, "CONVENTIONS", {})}))
 """
 
 

@@ -8,7 +8,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "attention-gym", None, "formula as published, in FlexAttention"
-DTYPES = ("float32",)
 CONVENTIONS = parts.GEOMETRIC
 
 

@@ -50,9 +50,8 @@ def square(function):
 
     @functools.wraps(function)
     def attention(q, k, v, **arguments):
+        enough_keys(q, k)
         missing = k.shape[2] - q.shape[2]
-        if missing < 0:
-            raise NotImplementedError("no more queries than keys")
         whole = np.concatenate([np.zeros_like(k, shape=(*q.shape[:2], missing, q.shape[3])), q], 2)
         answer = function(whole, k, v, **arguments)
         return (
@@ -72,6 +71,11 @@ def one_sided(causal):
 def equal_heads(q, k):
     if q.shape[1] != k.shape[1]:
         raise NotImplementedError("as many key heads as query heads")
+
+
+def enough_keys(q, k):
+    if q.shape[2] > k.shape[2]:
+        raise NotImplementedError("no more queries than keys")
 
 
 def attend(q, k, v, bias, scale, causal, hidden=None):
@@ -110,18 +114,20 @@ def padding_mask(k, key_range):
     return ((keys >= key_range[:, :1]) & (keys < key_range[:, 1:])).astype(int)
 
 
-def through(model, layer, fused, dense, fuse, q, k, v, mask):
-    """The output of a Transformers model's attention for q, k, v.
+def through(model, layer, fused, dense, fuse, q, k, v, key_range, dtype):
+    """The output of a Transformers model's attention, with its own masks, biases and cache.
 
-    The model runs whole, with its masks, biases and cache: S - T keys lie in the cache, `fused`,
-    the layer's projection, gives q, k and v of the T tokens, and what `dense`, its last
-    projection, receives is the output.
+    S - T keys lie in the cache. `fused`, the layer's projection, gives q, k and v of the T tokens
+    by `fuse`, and what `dense`, its last projection, receives is the output.
     """
     import torch
     from transformers import DynamicCache
 
-    dtype = next(model.parameters()).dtype
-    q, k, v = (torch.tensor(x).to(dtype) for x in (q, k, v))
+    kind = getattr(torch, dtype)
+    model = model.eval().to(kind)
+    mask = torch.tensor(padding_mask(k, key_range))
+    given = q.dtype
+    q, k, v = (torch.tensor(x).to(kind) for x in (q, k, v))
     (B, H, T, D), S = q.shape, k.shape[2]
     caught = []
     new = [x[:, :, S - T :] for x in (k, v)]
@@ -132,12 +138,19 @@ def through(model, layer, fused, dense, fuse, q, k, v, mask):
         cache.update(k[:, :, : S - T], v[:, :, : S - T], 0)
     with torch.no_grad():
         model(
-            inputs_embeds=torch.zeros(B, T, H * D, dtype=dtype),
-            attention_mask=torch.tensor(mask),
+            inputs_embeds=torch.zeros(B, T, H * D, dtype=kind),
+            attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
         )
-    return caught[0].reshape(B, T, H, D).transpose(1, 2)
+    return caught[0].reshape(B, T, H, D).transpose(1, 2).float().numpy().astype(given)
+
+
+def fuse_by_head(q, k, v):
+    """BLOOM's and Falcon's projection: [B, T, H * 3 * D]."""
+    import torch
+
+    return torch.stack((q, k, v), 3).transpose(1, 2).flatten(2)
 
 
 def Answer(function):

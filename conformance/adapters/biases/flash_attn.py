@@ -8,7 +8,6 @@ import numpy as np
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "flash-attn 2", None, "formula as published; attention in NumPy"
-DTYPES = ("float32",)
 CONVENTIONS = {"lse": "softmax_lse counts the bias from key 0 where causal"}
 
 

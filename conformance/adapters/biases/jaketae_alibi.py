@@ -8,7 +8,6 @@ import linbias
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "jaketae/alibi", None, "formula as published; attention in NumPy"
-DTYPES = ("float32",)
 
 
 @parts.square

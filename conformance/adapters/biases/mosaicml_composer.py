@@ -7,7 +7,6 @@ import torch
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "MosaicML Composer", "mosaicml", "its bias; attention in NumPy"
-DTYPES = ("float32",)
 theirs = parts.file_of(
     "mosaicml", "composer/algorithms/alibi/attention_surgery_functions/utils.py"
 )

@@ -10,7 +10,6 @@ from olmo.model import alibi_attention_bias
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "OLMo", "ai2-olmo", "its bias; attention in NumPy"
-DTYPES = ("float32",)
 CONVENTIONS = parts.GEOMETRIC
 
 
@@ -19,8 +18,7 @@ def attention(q, k, v, *, slopes, causal, scale, schedule="geometric", max_bias=
     (_, H, T, _), S = q.shape, k.shape[2]
     if slopes is not None or schedule != "geometric":
         parts.only(slopes, schedule, max_bias, H)
-    if T > S:
-        raise NotImplementedError("no more queries than keys")
+    parts.enough_keys(q, k)
     config = SimpleNamespace(n_heads=H, alibi_bias_max=max_bias)
     bias = alibi_attention_bias(S, config, torch.device("cpu"))[:, :, S - T :]
     return parts.attend(q, k, v, bias.numpy(), scale, causal)
