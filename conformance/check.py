@@ -1,25 +1,25 @@
-"""Check any implementation of ALiBi attention against the vectors beside this file; NumPy is enough.
+"""Check any implementation of ALiBi attention against the vectors beside this file, with NumPy.
 
-    python check.py --call mymodule:function [--dtype float32] [--rows NAME ...] [--json FILE] [--list]
+    python check.py --call module:function [--dtype TYPE] [--rows NAME ...] [--json FILE] [--list]
 
 The function takes and returns NumPy arrays, q and out [B, H, T, D], k and v [B, G, S, D]:
 
     function(q, k, v, *, slopes, causal, scale, ...) -> out
 
-It adds -slopes[h] * distance to scale * (q . k), hides the keys after the query where `causal`, and is symmetric else.
-Key s stands at position s, and the last query at the last key. slopes is [H], or [B, H] in one row. A row that needs
-more passes it by name; a function without that parameter, or one that raises NotImplementedError("why"), does not claim
-the row, which is no failure:
+It adds -slopes[h] * distance to scale * (q . k), hides the keys after the query where `causal`,
+and is symmetric else. Key s stands at position s, and the last query at the last key. slopes is
+[H], or [B, H] in one row. A row that needs more passes it by name; a function that lacks it, or
+raises NotImplementedError("why"), does not claim the row, which is no failure:
 
-    right_slopes [H]     slopes towards later keys; in either array inf hides that side, and never distance 0
+    right_slopes [H]     towards later keys; inf on either side hides it, and never distance 0
     key_range [B, 2]     the first key that counts and one past the last; the others are padding
     query_start [B]      the position of query 0, S - T where it is not passed
     segments [B, S]      T = S, and a query sees the keys of its own segment only
-    schedule, max_bias   slopes is None: make them for H heads, from the name and the largest exponent of a schedule
+    schedule, max_bias   slopes is None: make them by this schedule and largest exponent
     return_lse           True: return (out, lse), lse [B, H, T] = log sum exp(scores)
 
-`dtype`, where the function has it, gets the name of the type. bfloat16 needs it: arrays are then float32 that hold
-bfloat16 numbers. out has the dtype of q. Exit code 0: no row that is claimed is wrong; 1: some are; 2: bad usage.
+A parameter `dtype` gets the name of the type. bfloat16 needs it: its numbers come as float32.
+out has the dtype of q. Exit code 0: no claimed row is wrong; 1: some are; 2: bad usage.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-# The largest error allowed, in units of the largest |v|, and for lse in units of 1 or |lse|.
+# The largest error, in units of the largest |v|, and for lse in units of 1 or |lse|.
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "float16": 1.25e-3, "bfloat16": 1e-2}
 BAD = ("wrong", "failed")
 
 
 def distance(found, expected, v, compared=None):
-    """The largest error of out and lse; inf where one is not finite and the other is something else."""
+    """The largest error of out and lse; inf where one is not finite and the other not the same."""
     errors = [0.0]
     for name in found:
         a, b = (np.asarray(x[name], np.float64) for x in (found, expected))

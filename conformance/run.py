@@ -1,10 +1,10 @@
-"""Run every adapter against the vectors, each in a process and an environment of its own: evidence/records/conformance.jsonl.
+"""Write evidence/records/conformance.jsonl: every adapter against the vectors, in its own process.
 
     python conformance/run.py [NAME ...]
 
-Those in adapters/biases make the bias alone, and NumPy the rest. An adapter with a file in requirements/ gets a virtual environment in build/conformance/, which sees the packages of this
-one behind its own. A line says what was run, of which version, which rows it does not claim, and why, and the verdict
-and error of each other row. A deviation that its authors chose is "another convention", with the reason.
+Those in adapters/biases make the bias alone, and NumPy the rest. An adapter with a file in
+requirements/ gets a virtual environment in build/conformance/, with this one's packages behind its
+own. A deviation that its authors chose is "another convention", with the reason.
 """
 
 import json
@@ -36,8 +36,10 @@ DESCRIBE = """
 import importlib, json, sys
 from importlib import metadata
 m = importlib.import_module(sys.argv[1])
-print(json.dumps({"implementation": m.NAME, "version": m.PACKAGE and metadata.version(m.PACKAGE), "runs": m.RUNS,
-                  "dtypes": m.DTYPES, "conventions": getattr(m, "CONVENTIONS", {})}))
+version = m.PACKAGE and metadata.version(m.PACKAGE)
+print(json.dumps({"implementation": m.NAME, "version": version, "runs": m.RUNS,
+                  "dtypes": getattr(m, "DTYPES", ["float32"]),
+                  "conventions": getattr(m, "CONVENTIONS", {})}))
 """
 
 

@@ -1,4 +1,4 @@
-"""The directive `commands`: what `linbias --help` and the help of every command say, from the commands themselves."""
+"""The directive `commands`: the help of `linbias` and of every command, from themselves."""
 
 import re
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def describe(context: Any) -> Iterator[str]:
 
 
 def _prose(text: str) -> str:
-    """Text whose marked words are commands; what follows from the machine, such as its number of cores, is left out."""
+    """Text whose marked words are commands, without defaults that follow from the machine."""
     text = re.sub(r"\[bold(?: cyan)?\](.*?)\[/(?:bold)?\]", r"`\1`", text)
     text = re.sub(r"\[dim\](.*?)\[/\]", r"\1", text)
     text = re.sub(r" *\[default: \d+\]$", "", text) if "Processes" in text else text

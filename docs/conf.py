@@ -1,11 +1,13 @@
 """The documentation site: `make docs` writes it to build/site, static files for any host.
 
-Nothing is fetched, while it is built or while it is read: formulas are MathML, fonts are the system's.
+Nothing is fetched while it is built or read: formulas are MathML, fonts are the system's.
 
-To add a page: a file in docs/, in a `toctree` of index.md, wrapped at 120 columns; the site has at most 26 pages and 30,000 words, so
-look first which page the text belongs to. Its Python blocks follow each other and run in the tests, with what they print in a block
-of text after them; links must resolve, and commands and names exist (tests/project/test_docs.py, tests/project/test_site.py). A public
-name needs no page: reference/ takes `__all__` of each package.
+To add a page: a file in docs/, in a `toctree` of index.md, wrapped at 120 columns; the site has at
+most 26 pages and 30,000 words, so look first which page the text belongs to. Its Python blocks
+follow each other and run in the tests, with what they print in a block of text after them; links
+must resolve, and commands and names exist (tests/project/test_docs.py,
+tests/project/test_site.py). A public name needs no page: reference/ takes `__all__` of each
+package.
 """
 
 import ast
@@ -24,9 +26,8 @@ from sphinx.application import Sphinx
 from sphinx.util.logging import getLogger
 
 sys.path.insert(0, str(Path(__file__).parent))
-logging.getLogger("datasets").setLevel(
-    logging.WARNING
-)  # it says at length which frameworks it found
+# It says at length which frameworks it found.
+logging.getLogger("datasets").setLevel(logging.WARNING)
 
 import linbias  # noqa: E402
 from linbias import explore  # noqa: E402
@@ -100,7 +101,7 @@ def _visit_math(translator: Any, node: nodes.math | nodes.math_block) -> None:
 
 
 def _add_dark_twins(app: Sphinx, document: nodes.document) -> None:
-    """A picture that has a twin for dark pages (chart-dark.svg beside chart.svg) gives way to it there."""
+    """Show chart-dark.svg on dark pages where it lies beside chart.svg."""
     for image in list(document.findall(nodes.image)):
         path = Path(image["uri"])
         twin = path.with_stem(f"{path.stem}-dark")
@@ -120,7 +121,7 @@ def _process_docstring(
 
 
 def plain_to_rst(text: str) -> str:
-    """A docstring as it is written here, as reStructuredText: an indented block is literal, a table has bars."""
+    """Write a docstring as reStructuredText: indented blocks are literal, tables have bars."""
     sections = "Args|Returns|Raises|Example|Attributes|Yields"
     text = re.sub(rf"(?m)^( *)(?!(?:{sections}):$)(\S.*)\n\n(?=\1    )", r"\1\2\n\n\1::\n\n", text)
     text = re.sub(r"(?m)^( *\|.*\n)( *\|-.*\n)((?: *\|.*(?:\n|$))+)", _simple_table, text)
@@ -144,9 +145,15 @@ def _with_colons(
 
 
 def _as_written(
-    app: Sphinx, what: str, name: str, thing: Any, options: object, signature: str | None, returned: str | None
-) -> tuple[str | None, str | None]:  # fmt: skip
-    """A signature with its types as the source names them, without the parameter that only collects names to refuse."""
+    app: Sphinx,
+    what: str,
+    name: str,
+    thing: Any,
+    options: object,
+    signature: str | None,
+    returned: str | None,
+) -> tuple[str | None, str | None]:
+    """Name types as the source does, and leave out a parameter that collects names to refuse."""
     if what not in ("function", "method"):
         return signature, returned
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))).body
@@ -160,7 +167,7 @@ def _as_written(
     return f"({ast.unparse(arguments).replace('npt.', '')})", types
 
 
-# What Sphinx and the theme write, and what it lacks for readers who do not see the page or use no mouse.
+# What Sphinx and the theme write, and what readers need who do not see the page or use no mouse.
 MENDED = (
     ('<p class="caption" role="heading">', '<p class="caption" role="heading" aria-level="2">'),
     ('<aside class="sidebar-drawer">', '<aside class="sidebar-drawer" aria-label="All pages">'),
@@ -188,7 +195,7 @@ def _parameters(signature: re.Match[str]) -> str:
 
 
 def _write_explorer(app: Sphinx, error: Exception | None) -> None:
-    """What `linbias explore` opens, which explore.md shows in a frame, and its slope, which index.md shows."""
+    """Write the explorer, which explore.md frames, and its slope, which index.md shows."""
     if error is None:
         folder = Path(app.outdir)
         page = explore.page(docs="index.html")

@@ -2,7 +2,7 @@
 
     python docs/moving.py        # writes docs/slope.svg; a test keeps its numbers current
 
-It needs no scripts, has no background of its own, and stands still for readers who asked for less motion.
+It needs no scripts, has no background, and stands still for readers who asked for less motion.
 """
 
 from pathlib import Path
@@ -15,12 +15,12 @@ FILE = Path(__file__).parent / "slope.svg"
 WORDS = "The cat sat on the mat and the dog ran home".split()
 SLOPES = [step / 20 for step in range(21)]  # 0 to 1
 SECONDS = 12
-INK = "#7a7367"  # to be read on white and on black: a picture does not know its page, only what its reader prefers
+INK = "#7a7367"  # to be read on white and on black: a picture does not know its page
 WIDTH, LEFT, STEP, FLOOR, TALLEST = 760, 40, 62, 152, 100
 
 
 def weights() -> list[list[float]]:
-    """By slope, what the last word gives to each word: content as the explorer makes it, and the bias."""
+    """By slope, what the last word gives to each word, for content as the explorer makes it."""
     q, k, _ = explore.vectors(WORDS, num_heads=2)
     return [
         linbias.attention_weights(q[1:], k[1:], [slope])[0, -1].round(3).tolist()
@@ -43,11 +43,14 @@ def picture() -> str:
     by_slope = weights()
     most = max(map(max, by_slope))
     style = [
-        f"text{{font:15px system-ui,sans-serif;fill:{INK}}}.small{{font-size:12px}}.bar,.knob{{fill:{WEIGHTS[0]}}}",
+        f"text{{font:15px system-ui,sans-serif;fill:{INK}}}.small{{font-size:12px}}"
+        f".bar,.knob{{fill:{WEIGHTS[0]}}}",
         f"@media(prefers-color-scheme:dark){{.bar,.knob{{fill:{WEIGHTS[1]}}}}}",
-        f".moves{{animation-duration:{SECONDS}s;animation-iteration-count:infinite;animation-timing-function:linear}}",
+        f".moves{{animation-duration:{SECONDS}s;animation-iteration-count:infinite;"
+        "animation-timing-function:linear}",
         ".bar{transform-box:fill-box;transform-origin:bottom}",
-        "@media(prefers-reduced-motion:reduce){.moves{animation-play-state:paused;animation-delay:-3s}}",
+        "@media(prefers-reduced-motion:reduce)"
+        "{.moves{animation-play-state:paused;animation-delay:-3s}}",
     ]
     shapes = []
     for i, word in enumerate(WORDS):
@@ -58,8 +61,8 @@ def picture() -> str:
         )
         middle = LEFT + STEP * (i + 0.5)
         shapes.append(
-            f'<rect class="bar moves" x="{middle - 17:g}" y="{FLOOR - TALLEST}" width="34" height="{TALLEST}"'
-            f' style="animation-name:bar{i}"/>'
+            f'<rect class="bar moves" x="{middle - 17:g}" y="{FLOOR - TALLEST}" width="34"'
+            f' height="{TALLEST}" style="animation-name:bar{i}"/>'
             f'<text class="moves" x="{middle:g}" y="{FLOOR + 22}" text-anchor="middle"'
             f' style="animation-name:ink{i}">{word}</text>'
         )
@@ -69,15 +72,19 @@ def picture() -> str:
     )
     y = FLOOR + 62
     shapes.append(
-        f'<line stroke="{INK}" x1="{start}" y1="{y}" x2="{end}" y2="{y}" stroke-width="3" stroke-linecap="round"/>'
+        f'<line stroke="{INK}" x1="{start}" y1="{y}" x2="{end}" y2="{y}"'
+        ' stroke-width="3" stroke-linecap="round"/>'
         f'<circle class="knob moves" cx="{start}" cy="{y}" r="8" style="animation-name:knob"/>'
-        f'<text class="small" x="{start - 18}" y="{y + 4}" text-anchor="end">slope 0: content alone</text>'
+        f'<text class="small" x="{start - 18}" y="{y + 4}" text-anchor="end">'
+        "slope 0: content alone</text>"
         f'<text class="small" x="{end + 18}" y="{y + 4}">slope 1: the last words</text>'
     )
     title = "What &#8220;home&#8221; takes from each word, as the price of distance rises"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 240" width="{WIDTH}" height="240" role="img">'
-        "<title>As the slope grows, the weights of one word move from what fits it best to the words next to it.</title>"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 240" width="{WIDTH}"'
+        ' height="240" role="img">'
+        "<title>As the slope grows, the weights of one word move from what fits it best"
+        " to the words next to it.</title>"
         f"<style>{''.join(style)}</style>"
         f'<text x="{LEFT}" y="30">{title}</text>{"".join(shapes)}</svg>\n'
     )

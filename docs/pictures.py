@@ -2,8 +2,8 @@
 
     python docs/pictures.py        # writes docs/ideas/*.svg; a test keeps what they say current
 
-They stand on white, so that a picture can be read on any page, and their letters stay letters; the site turns light and
-dark round on a dark page (_static/linbias.css).
+They stand on white, so that a picture can be read on any page, and their letters stay letters; the
+site turns light and dark round on a dark page (_static/linbias.css).
 """
 
 import io
@@ -28,10 +28,20 @@ FOLDER = Path(__file__).parent / "ideas"
 FAINT, HIDDEN = "#5b6773", "#f6f7f8"
 SLOPES = LinearSegmentedColormap.from_list("slopes", [WEIGHTS[0], BIAS[0]])  # from steep to flat
 STYLE = {
-    "font.family": "sans-serif", "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.labelcolor": FAINT, "xtick.color": FAINT,
-    "ytick.color": FAINT, "hatch.color": "#c9ced4", "hatch.linewidth": 0.5, "svg.fonttype": "none", "svg.hashsalt": "linbias",
-}  # fmt: skip
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": FAINT,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "hatch.color": "#c9ced4",
+    "hatch.linewidth": 0.5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "linbias",
+}
 
 
 def panels(num: int, height: float, note: str = "") -> tuple[Figure, Sequence[Axes]]:
@@ -42,9 +52,14 @@ def panels(num: int, height: float, note: str = "") -> tuple[Figure, Sequence[Ax
 
 
 def matrix(
-    ax: Axes, values: Float64, most: float, title: str, digits: int | None = None, names: Sequence[str] = (),
+    ax: Axes,
+    values: Float64,
+    most: float,
+    title: str,
+    digits: int | None = None,
+    names: Sequence[str] = (),
     colour: str = BIAS[0],
-) -> None:  # fmt: skip
+) -> None:
     """Cells from white for 0 to dark for `most` in size; -inf is hidden, and hatched."""
     ramp = LinearSegmentedColormap.from_list("cells", ["#ffffff", colour])
     ax.imshow(np.ma.masked_invalid(np.abs(values)), ramp, vmin=0, vmax=most, interpolation="none")
@@ -75,7 +90,10 @@ def steps() -> Figure:
 
 def heads() -> Figure:
     """The causal bias of some heads of eight, as factors on the weight."""
-    note = "rows: queries; columns: keys; dark: the bias leaves the weight as it is; white: it leaves nothing; hatched: hidden"
+    note = (
+        "rows: queries; columns: keys; dark: the bias leaves the weight as it is;"
+        " white: it leaves nothing; hatched: hidden"
+    )
     figure, axes = panels(4, 2.6, note)
     slopes = linbias.slopes(8)
     bias = linbias.bias(slopes, 24, 24, np.full(8, np.inf))
@@ -115,7 +133,7 @@ def variants() -> Figure:
 
 
 def rotary() -> Figure:
-    """The score of q = k = ones, 16 pairs of numbers, rotated `distance` apart; and a bias in its place."""
+    """The score of q = k = ones, rotated `distance` apart in 16 pairs; and a bias instead."""
     distance = np.arange(513)
     frequency = 10000.0 ** -(np.arange(16) / 16)
     figure, (ax,) = panels(1, 3.3)
@@ -135,7 +153,10 @@ def rotary() -> Figure:
 
 def blocks_read() -> Figure:
     """Which blocks near to far reads."""
-    note = "1,024 tokens in blocks of 32: dark is read, white is left out, hatched is hidden by the causal mask"
+    note = (
+        "1,024 tokens in blocks of 32: dark is read, white is left out,"
+        " hatched is hidden by the causal mask"
+    )
     figure, axes = panels(3, 3.4, note)
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 1024, 8))
     for ax, slope in zip(axes, (1 / 2, 1 / 8, 1 / 32), strict=True):
@@ -156,7 +177,7 @@ PICTURES = {
 
 
 def compact(svg: str) -> str:
-    """The same picture with a curve or a set of axes on one line: no metadata, and paths to a tenth of a point."""
+    """Leave out metadata, round paths to a tenth of a point, and keep a curve on one line."""
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<!DOCTYPE.*?>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"(?<=base64,)[^\"]+", lambda code: re.sub(r"\s", "", code[0]), svg)
     numbers = re.compile(r"-?\d+\.\d+")

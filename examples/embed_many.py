@@ -1,16 +1,19 @@
-"""A large corpus as vectors, on many machines: each process embeds its share of the corpus's files, and a second start goes on.
+"""A large corpus as vectors, on many machines: each process embeds its share of the files.
 
-    python examples/embed_many.py ENCODER vectors corpus/*.jsonl                                        # one process
-    torchrun --nproc-per-node 8 examples/embed_many.py ENCODER vectors corpus/*.jsonl                   # eight, one for each GPU
-    torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:29500 examples/embed_many.py ...        # on each of four machines
+    python examples/embed_many.py ENCODER vectors corpus/*.jsonl      # one process
+    torchrun --nproc-per-node 8 examples/embed_many.py ...            # eight, one for each GPU
+    torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:29500 examples/embed_many.py ...
 
-Every file becomes one of the same name in the folder of vectors, which all machines share, with the suffix --format. A file that is
-there is whole and is left out, so the same command resumes a job that was stopped, also with another number of processes: a file that was
-under way goes on behind its last batch. The processes need nothing of each other, so they join no group.
+The last is called on each of four machines.
+
+Every file becomes one of the same name in the folder of vectors, which all machines share, with
+the suffix --format. A file that is there is whole and is left out, so the same command resumes a
+job that was stopped, also with another number of processes: a file that was under way goes on
+behind its last batch. The processes need nothing of each other, so they join no group.
 """
 
-import argparse
 import os
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +28,7 @@ def output_of(file: Path, folder: Path, suffix: str) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> list[Path]:
     """Return the files that this process wrote."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("encoder", help="folder of an encoder, as `linbias embed` takes it")
     parser.add_argument("vectors", type=Path, help="folder to write to, which all processes see")
     parser.add_argument("files", type=Path, nargs="+", help=".jsonl, or text of one document each")

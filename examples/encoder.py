@@ -3,14 +3,15 @@
     python examples/encoder.py                         # two minutes
     python examples/encoder.py --variant asymmetric    # learned slopes, apart for left and right
 
-`linbias.torch.MultiheadAttention` takes the place of each layer's `self_attn`; all else is PyTorch's, and there is no
-position embedding. The model sees text in which one byte of seven is masked, and names these bytes from both
-sides. The table shows bits per masked byte on text that it has not seen, at and beyond the training length.
+`linbias.torch.MultiheadAttention` takes the place of each layer's `self_attn`; all else is
+PyTorch's, and there is no position embedding. The model sees text in which one byte of seven is
+masked, and names these bytes from both sides. The table shows bits per masked byte on text that it
+has not seen, at and beyond the training length.
 """
 
-import argparse
 import math
 import sysconfig
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -91,10 +92,11 @@ def test(model: MaskedModel, text: Tensor, length: int, num_bytes: int) -> float
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     variants = ("symmetric", "directional", "asymmetric", "none")
     parser.add_argument("--variant", choices=variants, default="symmetric")
-    for name, default in (("steps", 600), ("length", 64), ("batch", 32), ("width", 96), ("heads", 4), ("layers", 3)):  # fmt: skip
+    sizes = {"steps": 600, "length": 64, "batch": 32, "width": 96, "heads": 4, "layers": 3}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--test-lengths", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--test-bytes", type=int, default=32768)

@@ -3,15 +3,15 @@
     python examples/existing_model.py                  # half a minute
     python examples/existing_model.py --steps 1000
 
-Three steps make any decoder of Transformers that takes its attention from `AttentionInterface` an ALiBi model: register
-an attention function, name it in the configuration, and silence the model's own positions. GPT-2's table has as many
-rows as its longest input; without it the model reads on. It is trained from scratch here, since weights that
-were trained with a table expect one.
+Three steps make any decoder of Transformers that takes its attention from `AttentionInterface` an
+ALiBi model: register an attention function, name it in the configuration, and silence the model's
+own positions. GPT-2's table has as many rows as its longest input; without it the model reads on.
+It is trained from scratch here, since weights that were trained with a table expect one.
 """
 
-import argparse
 import math
 import sysconfig
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def attend(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What Transformers calls in every layer: [B, H, T, D] in, [B, T, H, D] out.
 
-    During generation the keys are those of the cache, and the last query stands at the last key, as here.
+    The last query stands at the last key, also with the cache of generation.
     """
     placement = {}
     if attention_mask is not None:  # [B, S], as its user gave it: zeros for padding
@@ -97,8 +97,9 @@ def test(model: GPT2LMHeadModel, text: Tensor, length: int, num_bytes: int) -> f
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    for name, default in (("steps", 400), ("length", 64), ("batch", 16), ("width", 96), ("layers", 3)):  # fmt: skip
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    sizes = {"steps": 400, "length": 64, "batch": 16, "width": 96, "layers": 3}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--test-lengths", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--test-bytes", type=int, default=16384)

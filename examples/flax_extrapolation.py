@@ -1,16 +1,17 @@
-"""Train a small Flax language model on short text and test it on long text, with ALiBi and without.
+"""Train a small Flax language model on short text and test it on long text.
 
     python examples/flax_extrapolation.py                      # a few minutes on two cores
     python examples/flax_extrapolation.py --steps 2000 --width 128
 
-The text is the source of Python's standard library, read as bytes. The table shows bits per byte (lower is better)
-on text that no model has seen. With ALiBi it stays level or falls as the text grows; sinusoids fail beyond the
-training length. The attention never builds a bias: `linbias.jax.flax` passes the slopes to the kernel.
+The text is the source of Python's standard library, read as bytes. The table shows bits per byte
+(lower is better) on text that no model has seen. With ALiBi it stays level or falls as the text
+grows; sinusoids fail beyond the training length. The attention never builds a bias:
+`linbias.jax.flax` passes the slopes to the kernel.
 """
 
-import argparse
 import math
 import sysconfig
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,7 +62,7 @@ class LanguageModel(nnx.Module):
 
 
 def sinusoids(length: int, width: int) -> jax.Array:
-    """[length, width]: sines and cosines of the position at wavelengths from 2 pi to 10,000 * 2 pi."""
+    """[length, width]: sines and cosines at wavelengths from 2 pi to 10,000 * 2 pi."""
     rates = 10_000.0 ** -(jnp.arange(width // 2) / (width // 2))
     angles = jnp.arange(length)[:, None] * rates
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
@@ -70,9 +71,9 @@ def sinusoids(length: int, width: int) -> jax.Array:
 def read_corpus() -> tuple[np.ndarray, np.ndarray]:
     """The standard library's modules as bytes: 19 of 20 files to train on, the rest to test."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    text = [b"".join(f.read_bytes() for i, f in enumerate(files) if (i % 20 == 0) == held_out) for held_out in (False, True)]  # fmt: skip
-    train, test = (np.frombuffer(part, np.uint8) for part in text)
-    return train, test
+    rest = b"".join(f.read_bytes() for number, f in enumerate(files) if number % 20)
+    tests = b"".join(f.read_bytes() for f in files[::20])
+    return np.frombuffer(rest, np.uint8), np.frombuffer(tests, np.uint8)
 
 
 def loss_of(model: LanguageModel, tokens: jax.Array) -> jax.Array:
@@ -105,9 +106,7 @@ def test(model: LanguageModel, text: np.ndarray, length: int, num_bytes: int) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--length", type=int, default=64, help="bytes per training sequence")
     parser.add_argument("--batch", type=int, default=32)

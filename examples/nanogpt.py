@@ -1,15 +1,16 @@
-"""A small GPT of one's own on `linbias.torch.attention`: trained on short text, tested on long text.
+"""A small GPT on `linbias.torch.attention`: trained on short text, tested on long text.
 
-    python examples/nanogpt.py                         # about a minute; Python's standard library as text
+    python examples/nanogpt.py                  # a minute, on Python's standard library as text
     python examples/nanogpt.py --text book.txt --steps 2000 --width 256 --layers 6
 
-There is no position embedding anywhere: the slopes inside `attention` are all that tells positions apart, and so the
-model reads any length. The table shows bits per byte on text that it has not seen, at and beyond the training length.
+There is no position embedding anywhere: the slopes inside `attention` are all that tells positions
+apart, and so the model reads any length. The table shows bits per byte on text that it has not
+seen, at and beyond the training length.
 """
 
-import argparse
 import math
 import sysconfig
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,7 +57,7 @@ class GPT(nn.Module):
 
 
 def read(path: Path | None) -> tuple[Tensor, Tensor]:
-    """A file, or the standard library's modules, as bytes: nine tenths to train on, the rest to test."""
+    """A file, or the standard library, as bytes: nine tenths to train on, the rest to test."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [path] if path else sorted(folder.glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
@@ -92,7 +93,7 @@ def test(model: GPT, text: Tensor, length: int, num_bytes: int) -> float:
 
 @torch.no_grad()
 def write(model: GPT, prompt: str, num_bytes: int) -> str:
-    """Continue a prompt; every step reads all that was written, which `examples/trainer.py` does with a cache."""
+    """Continue a prompt; every step reads all that was written (trainer.py uses a cache)."""
     tokens = torch.tensor([list(prompt.encode())])
     for _ in range(num_bytes):
         chances = (model(tokens)[0, -1] / 0.8).softmax(-1)
@@ -101,9 +102,10 @@ def write(model: GPT, prompt: str, num_bytes: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="a file to train and test on")
-    for name, default in (("steps", 600), ("length", 64), ("batch", 32), ("width", 128), ("heads", 4), ("layers", 3)):  # fmt: skip
+    sizes = {"steps": 600, "length": 64, "batch": 32, "width": 128, "heads": 4, "layers": 3}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--test-lengths", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--test-bytes", type=int, default=32768)

@@ -1,15 +1,17 @@
-"""An encoder of pathology slides: tiles that stand somewhere in the plane, and a class token that stands nowhere.
+"""An encoder of pathology slides: tiles with places in the plane, and a class token without.
 
     python examples/slide.py                     # two minutes
-    python examples/slide.py --variant none      # without places, to compare: no better than guessing
+    python examples/slide.py --variant none      # without places: no better than guessing
 
-`linbias.torch.MultiheadAttention` takes the tiles' places as `points`: scores fall with the distance between two tiles, and
-`global_tokens=1` leaves the class token out of that, as TITAN has it (Ding et al., 2024). Slides are made up: a grid of tiles of
-which some are background and left out, and of the others some are tumour, in one patch or scattered. Which of the two is the
-question, and only the places tell. The table shows how often the answer is right for slides of the size of training, and larger ones.
+`linbias.torch.MultiheadAttention` takes the tiles' places as `points`: scores fall with the
+distance between two tiles, and `global_tokens=1` leaves the class token out of that, as TITAN has
+it (Ding et al., 2024). Slides are made up: a grid of tiles of which some are background and left
+out, and of the others some are tumour, in one patch or scattered. Which of the two is the
+question, and only the places tell. The table shows how often the answer is right for slides of the
+size of training, and larger ones.
 """
 
-import argparse
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 import torch
@@ -54,12 +56,12 @@ class SlideEncoder(nn.Module):
 
 
 def slides(batch: int, side: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Tiles [B, N], points [B, N, 2] in pixels, and whether the tumour is one patch, [B]: six tiles of ten are tissue."""
-    num_tiles = int(0.6 * side**2)
+    """Tiles [B, N], points [B, N, 2] in pixels, and whether the tumour is one patch, [B]."""
+    num_tiles = int(0.6 * side**2)  # six tiles of ten are tissue
     cells = torch.rand(batch, side**2, generator=generator).argsort(1)[:, :num_tiles]
     points = torch.stack((cells // side, cells % side), dim=-1).float()
     one_patch = torch.randint(2, (batch,), generator=generator)
-    # The first eighth of the tiles is tumour: in a random order, or in that of their distance from a random tile.
+    # The first eighth is tumour: in a random order, or by the distance from a random tile.
     apart = (points - points[:, :1]).norm(dim=-1)
     order = torch.where(
         one_patch[:, None] == 1, apart, torch.rand(apart.shape, generator=generator)
@@ -90,9 +92,10 @@ def test(model: SlideEncoder, side: int, num_slides: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=("symmetric", "none"), default="symmetric")
-    for name, default in (("steps", 400), ("side", 8), ("batch", 64), ("width", 64), ("heads", 8), ("layers", 2)):  # fmt: skip
+    sizes = {"steps": 400, "side": 8, "batch": 64, "width": 64, "heads": 8, "layers": 2}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--test-sides", type=int, nargs="+", default=[8, 12, 16, 24])
     parser.add_argument("--test-slides", type=int, default=200)

@@ -3,15 +3,15 @@
     python examples/trainer.py                            # half a minute
     python examples/trainer.py --steps 2000 --output output/trainer
 
-`linbias.models.LinbiasForCausalLM` is a Transformers model: Trainer, collators, callbacks, checkpoints and `generate` are
-theirs. It trains on 64 tokens, is evaluated on 64 to 512, writes a few words with a cache, and lies in the output
-folder, from where `linbias.models.load` takes it.
+`linbias.models.LinbiasForCausalLM` is a Transformers model: Trainer, collators, callbacks,
+checkpoints and `generate` are theirs. It trains on 64 tokens, is evaluated on 64 to 512, writes a
+few words with a cache, and lies in the output folder, from where `linbias.models.load` takes it.
 """
 
-import argparse
 import math
 import sysconfig
 import tempfile
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import linbias.models
 
 
 class Segments(Dataset):
-    """Text cut into examples of `length` tokens. The model shifts the labels itself, as all of Transformers do."""
+    """Text cut into examples of `length` tokens; the model shifts the labels itself."""
 
     def __init__(self, text: bytes, length: int) -> None:
         self.text = text
@@ -46,7 +46,7 @@ def read() -> tuple[bytes, bytes]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--layers", type=int, default=3)
@@ -58,17 +58,29 @@ def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
         return run(chosen, chosen.output or folder)
 
 
-def run(chosen: argparse.Namespace, folder: str) -> dict[int, float]:
+def run(chosen: Namespace, folder: str) -> dict[int, float]:
     train_text, test_text = read()
     torch.manual_seed(0)
     config = linbias.models.LinbiasConfig(
-        position="alibi", hidden_size=chosen.width, num_hidden_layers=chosen.layers, num_attention_heads=4
-    )  # fmt: skip
+        position="alibi",
+        hidden_size=chosen.width,
+        num_hidden_layers=chosen.layers,
+        num_attention_heads=4,
+    )
     model = linbias.models.LinbiasForCausalLM(config)
     settings = TrainingArguments(
-        folder, max_steps=chosen.steps, per_device_train_batch_size=16, learning_rate=2e-3, warmup_steps=20,
-        lr_scheduler_type="cosine", logging_steps=100, save_strategy="no", report_to="none", use_cpu=True, seed=0,
-    )  # fmt: skip
+        folder,
+        max_steps=chosen.steps,
+        per_device_train_batch_size=16,
+        learning_rate=2e-3,
+        warmup_steps=20,
+        lr_scheduler_type="cosine",
+        logging_steps=100,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        seed=0,
+    )
     trainer = Trainer(model, settings, train_dataset=Segments(train_text, 64))
     trainer.train()
     results = {}

@@ -1,9 +1,8 @@
-"""Try this commit in another Debian, with its Python and its compiler: `make debian SUITE=sid
-GOALS='run test'`, as root.
+"""Try this commit in another Debian, with its Python and its compiler, as root.
 
+    make debian SUITE=sid GOALS='run test'
     python release/debian.py sid make run
     python release/debian.py sid --packages python3.15-dev,python3.15-venv make PYTHON=python3.15
-    test
 
 The first call puts the suite into build/debian/SUITE by debootstrap: 1 GB, and later what pip
 installs there. Each call brings the checkout's last commit to /linbias inside and keeps what was

@@ -12,8 +12,7 @@ import linbias
 from linbias import cpu
 from linbias.kernels import core
 
-# How far the core may be from the definition, which computes in float64: some roundings of the
-# type.
+# How far the core may be from the definition in float64: some roundings of the type.
 ALLOWED = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3}
 # The flags in /proc/cpuinfo with which a CPU target must be chosen.
 FLAGS = {

@@ -1,5 +1,4 @@
-"""Build what is published, and check it as its users meet it: `make wheels`, or `python
-release/wheels.py`.
+"""Build what is published, and check it as its users meet it (`make wheels`).
 
     dist/linbias-V.tar.gz                               the sdist, from which wheels are built
     dist/linbias-V-cp311-cp311-manylinux_*_x86_64.whl   for Python 3.11
@@ -145,8 +144,7 @@ def build_wheel(tools: Path, python: str, version: str, sdist: Path, output: Pat
     environment = {
         **os.environ,
         "CXX": str(tools / "zig-c++"),
-        # nanobind names stderr, whose header neither libc++ nor Python.h of the stable ABI brings
-        # along.
+        # nanobind names stderr; neither libc++ nor Python.h of the stable ABI brings its header.
         "CXXFLAGS": "-include cstdio",
         "CMAKE_ARGS": f"-DCMAKE_AR={tools / 'zig-ar'} -DCMAKE_RANLIB={tools / 'zig-ranlib'}"
         " -DLINBIAS_WERROR=ON",

@@ -1,4 +1,6 @@
-"""attention-gym: the formula of generate_alibi_bias, in FlexAttention; its program offers both causal and not."""
+"""attention-gym: the formula of generate_alibi_bias, in FlexAttention; its program offers both
+causal and not.
+"""
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -6,11 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "attention-gym", None, "formula as published, in FlexAttention"
-DTYPES = ("float32",)
-CONVENTIONS = {
-    f"slopes-paper-{H}": "2^(-8(h+1)/H) for every H, as the paper's text has it: the schedule `geometric`"
-    for H in (6, 12, 20, 71)
-}
+CONVENTIONS = parts.GEOMETRIC
 
 
 @parts.square

@@ -1,4 +1,6 @@
-"""PyTorch's FlexAttention with the score_mod of its ALiBi example: slope * (key - query), behind a causal mask."""
+"""PyTorch's FlexAttention with the score_mod of its ALiBi example: slope * (key - query), behind a
+causal mask.
+"""
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -6,7 +8,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "FlexAttention", "torch", "its attention, uncompiled; score_mod as published"
-DTYPES = ("float32",)
 
 
 @parts.square

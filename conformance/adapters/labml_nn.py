@@ -6,7 +6,6 @@ from labml_nn.transformers.alibi import AlibiMultiHeadAttention
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "labml-nn", "labml-nn", "its attention, in float32"
-DTYPES = ("float32",)
 
 
 @parts.square

@@ -27,10 +27,10 @@ def attention(q, k, v, *, slopes, causal, scale, dtype, schedule="mpt", max_bias
         raise NotImplementedError("as many queries as keys, or one")
     kind = getattr(torch, dtype)
     # MPT's model: a bias of [1, H, 1 or S, S] in the model's type, added to by the attention.
+    zeros = torch.zeros(theirs.attn_bias_shape("torch", H, S, True, causal, False), dtype=kind)
     bias = theirs.build_attn_bias(
-        "torch", torch.zeros(theirs.attn_bias_shape("torch", H, S, True, causal, False), dtype=kind),
-        H, S, causal=causal, alibi=True, alibi_bias_max=max_bias,
-    )  # fmt: skip
+        "torch", zeros, H, S, causal=causal, alibi=True, alibi_bias_max=max_bias
+    )
     flat = [torch.tensor(x).to(kind).transpose(1, 2).flatten(2) for x in (q, k, v)]
     out, *_ = theirs.scaled_multihead_dot_product_attention(
         *flat, H, G, softmax_scale=scale, attn_bias=bias,

@@ -1,4 +1,6 @@
-"""What adapters share: attention around a bias that somebody else builds, and a model's layer between our arrays."""
+"""What adapters share: attention around a bias that somebody else builds, and a model's layer
+between our arrays.
+"""
 
 import functools
 import importlib.util
@@ -9,9 +11,31 @@ import numpy as np
 
 import linbias
 
+# What an implementation does whose slopes follow the paper's text, and not its code.
+GEOMETRIC = {
+    f"slopes-paper-{H}": "2^(-8(h+1)/H) for every H, as the paper's text has it:"
+    " the schedule `geometric`"
+    for H in (6, 12, 20, 71)
+}
+
+
+def for_linbias(
+    q, k, *, slopes, query_start=None, segments=None, schedule="paper", max_bias=8.0, **others
+):
+    """The arguments of a row as linbias.attention takes them."""
+    if slopes is None:
+        slopes = linbias.slopes(q.shape[1], schedule, max_bias)
+    if query_start is None:
+        query_start = np.full(len(q), k.shape[2] - q.shape[2])
+    if segments is not None:
+        others["mask"] = segments[:, None, :, None] == segments[:, None, None]
+    return {"slopes": slopes, "query_start": query_start, **others}
+
 
 def only(slopes, schedule, max_bias, num_heads):
-    """Refuse slopes that an implementation, which makes its own, was not asked to have: claims are about the paper's."""
+    """Refuse slopes that an implementation, which makes its own, was not asked to have: claims are
+    about the paper's.
+    """
     wanted = linbias.slopes(num_heads)
     if slopes is None and (schedule, max_bias) != ("paper", 8.0):
         raise NotImplementedError("makes the paper's slopes")
@@ -20,13 +44,14 @@ def only(slopes, schedule, max_bias, num_heads):
 
 
 def square(function):
-    """Let a function that takes as many queries as keys answer for the last ones: the others are zeros."""
+    """Let a function that takes as many queries as keys answer for the last ones: the others are
+    zeros.
+    """
 
     @functools.wraps(function)
     def attention(q, k, v, **arguments):
+        enough_keys(q, k)
         missing = k.shape[2] - q.shape[2]
-        if missing < 0:
-            raise NotImplementedError("no more queries than keys")
         whole = np.concatenate([np.zeros_like(k, shape=(*q.shape[:2], missing, q.shape[3])), q], 2)
         answer = function(whole, k, v, **arguments)
         return (
@@ -48,8 +73,15 @@ def equal_heads(q, k):
         raise NotImplementedError("as many key heads as query heads")
 
 
+def enough_keys(q, k):
+    if q.shape[2] > k.shape[2]:
+        raise NotImplementedError("no more queries than keys")
+
+
 def attend(q, k, v, bias, scale, causal, hidden=None):
-    """Scores, mask, softmax and product in NumPy and float64, around a bias that broadcasts to [B, H, T, S]."""
+    """Scores, mask, softmax and product in NumPy and float64, around a bias that broadcasts to [B,
+    H, T, S].
+    """
     T, S, repeats = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     k, v = (np.repeat(x.astype(np.float64), repeats, 1) for x in (k, v))
     scores = scale * q.astype(np.float64) @ k.swapaxes(-1, -2) + np.asarray(bias, np.float64)
@@ -64,7 +96,7 @@ def attend(q, k, v, bias, scale, causal, hidden=None):
 
 
 def file_of(package, path):
-    """A module of an installed package by its file, without the imports of the packages around it."""
+    """A module of an installed package by its file, without importing the packages around it."""
     found = next(f for f in metadata.files(package) if str(f) == path)
     spec = importlib.util.spec_from_file_location(Path(path).stem, found.locate())
     module = importlib.util.module_from_spec(spec)
@@ -82,17 +114,20 @@ def padding_mask(k, key_range):
     return ((keys >= key_range[:, :1]) & (keys < key_range[:, 1:])).astype(int)
 
 
-def through(model, layer, fused, dense, fuse, q, k, v, mask):
-    """The output of a Transformers model's attention for q, k, v.
+def through(model, layer, fused, dense, fuse, q, k, v, key_range, dtype):
+    """The output of a Transformers model's attention, with its own masks, biases and cache.
 
-    The model runs whole, with its masks, biases and cache: S - T keys lie in the cache, `fused`, the layer's projection,
-    gives q, k and v of the T tokens, and what `dense`, its last projection, receives is the output.
+    S - T keys lie in the cache. `fused`, the layer's projection, gives q, k and v of the T tokens
+    by `fuse`, and what `dense`, its last projection, receives is the output.
     """
     import torch
     from transformers import DynamicCache
 
-    dtype = next(model.parameters()).dtype
-    q, k, v = (torch.tensor(x).to(dtype) for x in (q, k, v))
+    kind = getattr(torch, dtype)
+    model = model.eval().to(kind)
+    mask = torch.tensor(padding_mask(k, key_range))
+    given = q.dtype
+    q, k, v = (torch.tensor(x).to(kind) for x in (q, k, v))
     (B, H, T, D), S = q.shape, k.shape[2]
     caught = []
     new = [x[:, :, S - T :] for x in (k, v)]
@@ -103,12 +138,19 @@ def through(model, layer, fused, dense, fuse, q, k, v, mask):
         cache.update(k[:, :, : S - T], v[:, :, : S - T], 0)
     with torch.no_grad():
         model(
-            inputs_embeds=torch.zeros(B, T, H * D, dtype=dtype),
-            attention_mask=torch.tensor(mask),
+            inputs_embeds=torch.zeros(B, T, H * D, dtype=kind),
+            attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
         )
-    return caught[0].reshape(B, T, H, D).transpose(1, 2)
+    return caught[0].reshape(B, T, H, D).transpose(1, 2).float().numpy().astype(given)
+
+
+def fuse_by_head(q, k, v):
+    """BLOOM's and Falcon's projection: [B, T, H * 3 * D]."""
+    import torch
+
+    return torch.stack((q, k, v), 3).transpose(1, 2).flatten(2)
 
 
 def Answer(function):

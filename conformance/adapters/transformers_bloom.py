@@ -1,15 +1,11 @@
 """Transformers: a BLOOM model of one layer, with its own masks and cache."""
 
-import torch
 from transformers import BloomConfig, BloomModel
 
 from adapters import parts
 
-NAME, PACKAGE, RUNS = (
-    "Transformers, BLOOM",
-    "transformers",
-    "the model's attention, masks and cache",
-)
+NAME, PACKAGE = "Transformers, BLOOM", "transformers"
+RUNS = "the model's attention, masks and cache"
 DTYPES = ("float32", "bfloat16")
 
 
@@ -18,19 +14,9 @@ def attention(
 ):
     parts.one_sided(causal)
     parts.equal_heads(q, k)
-    parts.only(slopes, schedule, max_bias, q.shape[1])
-    if q.shape[2] > k.shape[2]:
-        raise NotImplementedError("no more queries than keys")
-    config = BloomConfig(
-        hidden_size=q.shape[1] * q.shape[3], n_layer=1, n_head=q.shape[1], vocab_size=8
-    )
-    model = BloomModel(config).eval().to(getattr(torch, dtype))
-
-    def fuse(*qkv):  # [B, T, H * 3 * D]
-        return torch.stack(qkv, 3).transpose(1, 2).flatten(2)
-
-    out = parts.through(
-        model, model.h[0].self_attention, "query_key_value", "dense", fuse, q, k, v,
-        parts.padding_mask(k, key_range),
-    )  # fmt: skip
-    return out.float().numpy().astype(q.dtype)
+    (_, H, _, D) = q.shape
+    parts.only(slopes, schedule, max_bias, H)
+    parts.enough_keys(q, k)
+    model = BloomModel(BloomConfig(hidden_size=H * D, n_layer=1, n_head=H, vocab_size=8))
+    names = (model.h[0].self_attention, "query_key_value", "dense", parts.fuse_by_head)
+    return parts.through(model, *names, q, k, v, key_range, dtype)

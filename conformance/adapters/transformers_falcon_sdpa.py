@@ -1,19 +1,9 @@
 """Transformers: the Falcon model of the other adapter with `sdpa`."""
 
+from functools import partial
+
 from adapters import transformers_falcon
 
-NAME, PACKAGE, RUNS = (
-    "Transformers, Falcon (sdpa)",
-    "transformers",
-    transformers_falcon.RUNS,
-)
-DTYPES = transformers_falcon.DTYPES
-
-
-def attention(
-    q, k, v, *, slopes, causal, scale, dtype, key_range=None, schedule="paper", max_bias=8.0
-):
-    return transformers_falcon.attention(
-        q, k, v, slopes=slopes, causal=causal, scale=scale, dtype=dtype, key_range=key_range,
-        schedule=schedule, max_bias=max_bias, implementation="sdpa",
-    )  # fmt: skip
+NAME, PACKAGE = "Transformers, Falcon (sdpa)", "transformers"
+RUNS, DTYPES = transformers_falcon.RUNS, transformers_falcon.DTYPES
+attention = partial(transformers_falcon.attention, implementation="sdpa")

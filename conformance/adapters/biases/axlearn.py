@@ -6,24 +6,14 @@ import torch
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "AXLearn", "axlearn", "its bias and masks (PyTorch); attention in NumPy"
-DTYPES = ("float32",)
 theirs = parts.file_of("axlearn", "axlearn/common/adapter_torch.py")
 
 
 @parts.square
 def attention(
-    q,
-    k,
-    v,
-    *,
-    slopes,
-    causal,
-    scale,
-    segments=None,
-    key_range=None,
-    schedule="paper",
+    q, k, v, *, slopes, causal, scale, segments=None, key_range=None, schedule="paper",
     max_bias=8.0,
-):
+):  # fmt: skip
     parts.one_sided(causal)
     parts.only(slopes, schedule, max_bias, q.shape[1])
     S = k.shape[2]

@@ -5,12 +5,8 @@ from curated_transformers.layers.attention import AttentionLinearBiases
 
 from adapters import parts
 
-NAME, PACKAGE, RUNS = (
-    "curated-transformers",
-    "curated-transformers",
-    "its bias; attention in NumPy",
-)
-DTYPES = ("float32",)
+NAME = PACKAGE = "curated-transformers"
+RUNS = "its bias; attention in NumPy"
 
 
 def attention(q, k, v, *, slopes, causal, scale, schedule="paper", max_bias=8.0):

@@ -1,13 +1,13 @@
 """flash-attn 2: the formulas of its kernels, which need CUDA, written down from its sources.
 
-With causal=True they add slope * key index, and otherwise -slope * |i + S - T - j|; softmax_lse is of these scores."""
+With causal=True they add slope * key index, and otherwise -slope * |i + S - T - j|; softmax_lse is
+of these scores."""
 
 import numpy as np
 
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "flash-attn 2", None, "formula as published; attention in NumPy"
-DTYPES = ("float32",)
 CONVENTIONS = {"lse": "softmax_lse counts the bias from key 0 where causal"}
 
 

@@ -1,4 +1,6 @@
-"""jaketae/alibi, to which others refer: the formula of its attention, which divides by the root of the whole width."""
+"""jaketae/alibi, to which others refer: the formula of its attention, which divides by the root of
+the whole width.
+"""
 
 import numpy as np
 
@@ -6,7 +8,6 @@ import linbias
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "jaketae/alibi", None, "formula as published; attention in NumPy"
-DTYPES = ("float32",)
 
 
 @parts.square

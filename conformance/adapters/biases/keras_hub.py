@@ -9,7 +9,6 @@ import torch
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "keras-hub", "keras-hub", "its bias; attention in NumPy"
-DTYPES = ("float32",)
 
 
 def attention(q, k, v, *, slopes, causal, scale, schedule="paper", max_bias=8.0):

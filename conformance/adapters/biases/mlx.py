@@ -7,13 +7,11 @@ import numpy as np
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "MLX", "mlx", "its bias; attention in NumPy"
-DTYPES = ("float32",)
 
 
 def attention(q, k, v, *, slopes, causal, scale, schedule="paper", max_bias=8.0):
     (B, H, T, _), S = q.shape, k.shape[2]
     parts.only(slopes, schedule, max_bias, H)
-    if T > S:
-        raise NotImplementedError("no more queries than keys")
+    parts.enough_keys(q, k)
     bias = nn.ALiBi()(mx.zeros((B, H, T, S)), offset=S - T)
     return parts.attend(q, k, v, np.array(bias), scale, causal)

@@ -1,11 +1,12 @@
-"""MosaicML's Composer: the bias that its ALiBi algorithm gives to GPT-2 (causal) and BERT (both sides)."""
+"""MosaicML's Composer: the bias that its ALiBi algorithm gives to GPT-2 (causal) and BERT (both
+sides).
+"""
 
 import torch
 
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "MosaicML Composer", "mosaicml", "its bias; attention in NumPy"
-DTYPES = ("float32",)
 theirs = parts.file_of(
     "mosaicml", "composer/algorithms/alibi/attention_surgery_functions/utils.py"
 )

@@ -1,4 +1,6 @@
-"""ai2-olmo: alibi_attention_bias, which OLMo has as an option; its released models are trained without."""
+"""ai2-olmo: alibi_attention_bias, which OLMo has as an option; its released models are trained
+without.
+"""
 
 from types import SimpleNamespace
 
@@ -8,11 +10,7 @@ from olmo.model import alibi_attention_bias
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "OLMo", "ai2-olmo", "its bias; attention in NumPy"
-DTYPES = ("float32",)
-CONVENTIONS = {
-    f"slopes-paper-{H}": "2^(-8(h+1)/H) for every H, as the paper's text has it: the schedule `geometric`"
-    for H in (6, 12, 20, 71)
-}
+CONVENTIONS = parts.GEOMETRIC
 
 
 def attention(q, k, v, *, slopes, causal, scale, schedule="geometric", max_bias=8.0):
@@ -20,8 +18,7 @@ def attention(q, k, v, *, slopes, causal, scale, schedule="geometric", max_bias=
     (_, H, T, _), S = q.shape, k.shape[2]
     if slopes is not None or schedule != "geometric":
         parts.only(slopes, schedule, max_bias, H)
-    if T > S:
-        raise NotImplementedError("no more queries than keys")
+    parts.enough_keys(q, k)
     config = SimpleNamespace(n_heads=H, alibi_bias_max=max_bias)
     bias = alibi_attention_bias(S, config, torch.device("cpu"))[:, :, S - T :]
     return parts.attend(q, k, v, bias.numpy(), scale, causal)

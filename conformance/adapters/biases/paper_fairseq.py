@@ -1,4 +1,6 @@
-"""The paper's own code, a fork of fairseq: its formula, slope * key index in a causal mask, in float32."""
+"""The paper's own code, a fork of fairseq: its formula, slope * key index in a causal mask, in
+float32.
+"""
 
 import numpy as np
 
@@ -6,7 +8,6 @@ import linbias
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "the paper's fairseq", None, "formula as published; attention in NumPy"
-DTYPES = ("float32",)
 
 
 @parts.square

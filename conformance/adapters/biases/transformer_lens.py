@@ -5,7 +5,6 @@ import torch
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "TransformerLens", "transformer-lens", "its bias; attention in NumPy"
-DTYPES = ("float32",)
 theirs = parts.file_of(
     "transformer-lens", "transformer_lens/model_bridge/generalized_components/alibi_utils.py"
 )

@@ -6,7 +6,6 @@ from x_transformers.x_transformers import AlibiPositionalBias
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "x-transformers", "x-transformers", "its bias; attention in NumPy"
-DTYPES = ("float32",)
 
 
 def attention(q, k, v, *, slopes, causal, scale, query_start=None, schedule="paper", max_bias=8.0):
@@ -16,11 +15,9 @@ def attention(q, k, v, *, slopes, causal, scale, query_start=None, schedule="pap
     if slopes is None:
         parts.only(slopes, schedule, max_bias, H)
     build = AlibiPositionalBias(heads=H, slopes=None if slopes is None else slopes.tolist())
-    if T > S:
-        raise NotImplementedError("no more queries than keys")
+    parts.enough_keys(q, k)
     if query_start is None:
-        bias = build(T, S)
-        return parts.attend(q, k, v, bias, scale, causal)
+        return parts.attend(q, k, v, build(T, S), scale, causal)
     positions = torch.arange(T) + int(query_start[0])
     hidden = causal & (torch.arange(S) > positions[:, None]).numpy()
     bias = build.forward_custom_pos(positions, torch.arange(S))

@@ -6,7 +6,6 @@ import types
 from adapters import parts
 
 NAME, PACKAGE, RUNS = "zetascale, nn.biases", "zetascale", "its bias; attention in NumPy"
-DTYPES = ("float32",)
 # What its file imports from its package, without everything that the package imports.
 for name in ("zeta", "zeta.nn", "zeta.nn.biases"):
     sys.modules[name] = types.ModuleType(name)
