@@ -14,8 +14,7 @@ CONVENTIONS = parts.GEOMETRIC
 @parts.square
 def attention(q, k, v, *, slopes, causal, scale, schedule="paper", max_bias=8.0):
     H = q.shape[1]
-    if slopes is not None or schedule != "geometric":
-        parts.only(slopes, schedule, max_bias, H)
+    parts.only(slopes, schedule, max_bias, H, "geometric")
     q, k, v = (torch.tensor(x) for x in (q, k, v))
 
     def score_mod(score, b, h, q_idx, kv_idx):

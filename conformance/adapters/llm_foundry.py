@@ -21,8 +21,7 @@ theirs = parts.file_of("llm-foundry", "llmfoundry/models/layers/attention.py")
 
 def attention(q, k, v, *, slopes, causal, scale, dtype, schedule="mpt", max_bias=8.0):
     (B, H, T, D), G, S = q.shape, k.shape[1], k.shape[2]
-    if not (slopes is None and schedule == "mpt"):
-        parts.only(slopes, schedule, max_bias, H)
+    parts.only(slopes, schedule, max_bias, H, "mpt")
     if T not in (1, S):
         raise NotImplementedError("as many queries as keys, or one")
     kind = getattr(torch, dtype)

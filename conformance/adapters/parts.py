@@ -32,10 +32,10 @@ def for_linbias(
     return {"slopes": slopes, "query_start": query_start, **others}
 
 
-def only(slopes, schedule, max_bias, num_heads):
-    """Refuse slopes that an implementation, which makes its own, was not asked to have: claims are
-    about the paper's.
-    """
+def only(slopes, schedule, max_bias, num_heads, own=None):
+    """Refuse slopes that an implementation was not asked to make: the paper's, or its `own`."""
+    if slopes is None and schedule == own:
+        return
     wanted = linbias.slopes(num_heads)
     if slopes is None and (schedule, max_bias) != ("paper", 8.0):
         raise NotImplementedError("makes the paper's slopes")

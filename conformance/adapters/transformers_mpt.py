@@ -15,8 +15,7 @@ def attention(
     parts.one_sided(causal)
     parts.equal_heads(q, k)
     (_, H, _, D) = q.shape
-    if slopes is not None or schedule != "mpt":  # which it makes with any alibi_bias_max
-        parts.only(slopes, schedule, max_bias, H)
+    parts.only(slopes, schedule, max_bias, H, "mpt")
     parts.enough_keys(q, k)
     biases = {"alibi": True, "alibi_bias_max": int(max_bias)}
     config = MptConfig(d_model=H * D, n_layers=1, n_heads=H, vocab_size=8, attn_config=biases)

@@ -16,8 +16,7 @@ CONVENTIONS = parts.GEOMETRIC
 def attention(q, k, v, *, slopes, causal, scale, schedule="geometric", max_bias=8.0):
     parts.one_sided(causal)
     (_, H, T, _), S = q.shape, k.shape[2]
-    if slopes is not None or schedule != "geometric":
-        parts.only(slopes, schedule, max_bias, H)
+    parts.only(slopes, schedule, max_bias, H, "geometric")
     parts.enough_keys(q, k)
     config = SimpleNamespace(n_heads=H, alibi_bias_max=max_bias)
     bias = alibi_attention_bias(S, config, torch.device("cpu"))[:, :, S - T :]
