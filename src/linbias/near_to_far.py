@@ -395,8 +395,8 @@ def share_outside(
         TypeError, ValueError: As `linbias.attention`.
 
     Example:
-        >>> share_outside(np.zeros((1, 1, 1)), np.zeros((1, 4, 1)), 1, 4, [0.0]).tolist()
-        [[0.25]]
+        >>> share_outside(np.zeros((1, 1, 1)), np.zeros((1, 4, 1)), 1, 3, [0.0]).tolist()
+        [[0.5]]
     """
     weight = attention_weights(q, k, slopes, **options)
     keys = np.arange(weight.shape[-1])
