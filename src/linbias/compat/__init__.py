@@ -2,12 +2,13 @@
 
 A program that was written for one of these changes its import line and nothing else:
 
-| module                     | in the place of                                        |
-|----------------------------|--------------------------------------------------------|
-| `flash_attn`               | the functions of flash-attn 2, on any device           |
-| `labml`                    | `labml_nn.transformers.alibi` of the annotated papers  |
-| `fairseq`                  | mask, slopes and block of the paper's repository       |
-| `chapter`, `chapter_torch` | `ALiBiAttention` of the book chapter, NumPy or PyTorch |
+| module          | in the place of                                       |
+|-----------------|-------------------------------------------------------|
+| `flash_attn`    | the functions of flash-attn 2, on any device          |
+| `labml`         | `labml_nn.transformers.alibi` of the annotated papers |
+| `fairseq`       | mask, slopes and block of the paper's repository      |
+| `chapter`       | `ALiBiAttention` of the book chapter, in NumPy        |
+| `chapter_torch` | `ALiBiAttention` of the book chapter, in PyTorch      |
 
 Each module says what differs. New code is better off with `linbias.torch.attention`.
 """
