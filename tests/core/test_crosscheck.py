@@ -61,3 +61,19 @@ def test_the_bias_is_exact_far_out_in_sixteen_bits():
     weight = linbias.torch.attention(q, k, v, [m], scale=1.0)[0, 0].double()
     expected = linbias.attention_weights(*(x[0].float().numpy() for x in (q, k)), [m])[0]
     assert np.abs(weight.numpy() - expected).sum() / 2 < 0.003
+
+
+def test_distances_beyond_sixteen_bits_are_exact():
+    """llama.cpp's float16 mask rounds beyond 2,048 and hides keys from 65,520 on."""
+    S, far = 70_000, 100
+    q, k, v = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, S, 2), torch.zeros(1, 1, S, 1)
+    k[0, 0, far, 0] = 1.0
+    q[0, 0, 0, 0] = 1.0
+    v[0, 0, far] = 1.0
+    slope = 1e-4
+    lse = linbias.torch.attention(q, k, v, [slope], scale=20.0, return_lse=True)
+    expected = math.exp(20.0 - slope * (S - 1 - far)) / (
+        math.exp(20.0 - slope * (S - 1 - far))
+        + (1 - math.exp(-slope * S)) / (1 - math.exp(-slope))
+    )
+    assert lse[0].item() == pytest.approx(expected, rel=1e-4)

@@ -36,6 +36,18 @@ def test_vmap_equals_one_call_after_the_other(implementation, seed):
     assert_close(together, jax.tree.map(lambda *x: np.stack(x), *alone), 1e-5)
 
 
+@pytest.mark.parametrize("implementation", ("blocked", "cpu"))
+def test_checkpoint_and_an_outer_jit_change_nothing(implementation):
+    q, k, v = random(*SIZES)
+
+    def loss(q):
+        return (attention(q, k, v, implementation=implementation) ** 2).sum()
+
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(jax.checkpoint(loss)))(q), jax.grad(loss)(q), rtol=1e-5, atol=1e-6
+    )
+
+
 def test_second_derivatives_come_from_dense_and_are_refused_elsewhere():
     q, k, v = random(1, 5, 2, 4)
 

@@ -140,6 +140,21 @@ def test_a_planted_bug_is_found_in_every_type_and_named(make, check, tmp_path, n
             assert {r["note"] for r in records.values()} == {f"looks like: {name}"}
 
 
+# Rows that find a bug although they do not name it.
+ALSO = [
+    ("bias added twice", "lse"),
+    ("first query at the first key", "part-of-the-keys"),
+    ("bias after softmax", "causal"),
+    ("bias of the key's position", "symmetric"),
+]
+
+
+@pytest.mark.parametrize(("name", "row"), ALSO)
+def test_other_rows_find_a_planted_bug_too(make, check, tmp_path, name, row):
+    records, code = run(check, planted(make, check, name), tmp_path, "--rows", row)
+    assert (code, records[row]["verdict"]) == (1, "wrong")
+
+
 def test_no_two_bugs_of_a_row_give_the_same(check):
     with np.load(FOLDER / "vectors.npz", allow_pickle=False) as file:
         for row in ROWS:

@@ -232,6 +232,30 @@ def test_a_repeated_call_gives_the_same_bits_on_any_number_of_threads(implementa
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "global_tokens", "metric"),
+    spread(3, *product(NEAR_TO_FAR, (0, 2), METRICS)),
+)
+def test_gradients_agree_with_finite_differences(
+    metric, global_tokens, implementation, monkeypatch
+):
+    monkeypatch.setattr(points_blocked, "SIZE", 4)
+    torch.manual_seed(0)
+    options = {"dtype": torch.float64, "requires_grad": True}
+    q, k, v = (
+        torch.randn(1, 2, 7, 3, **options),
+        *(torch.randn(1, 1, 7, 3, **options) for _ in "kv"),
+    )
+    slopes = torch.tensor([8.0, 0.5], **options)
+    places = torch.rand(7, 2) * 9
+
+    def call(q, k, v, slopes):
+        options = {"metric": metric, "global_tokens": global_tokens, "return_lse": True}
+        return attention_points(q, k, v, places, slopes, implementation=implementation, **options)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, slopes))
+
+
 def prepare(q, k, v, places, slopes, tolerance=None, metric="euclidean", global_tokens=0):
     arguments = (q, k, v), places, slopes, metric, global_tokens, None, tolerance
     return points._prepare("test", *arguments)[0]
