@@ -27,6 +27,8 @@ class Unmasked(TypedDict, total=False):
     query_start: npt.ArrayLike | None
     positions: npt.ArrayLike | None
     query_positions: npt.ArrayLike | None
+    window: tuple[int, int] | None
+    query_range: npt.ArrayLike | None
 
 
 class Options(Unmasked, total=False):
@@ -45,7 +47,7 @@ class Inputs:
     left: Float64  # [H] or [B, H]
     right: Float64  # likewise; inf: causal
     query_start: npt.NDArray[np.int64]  # [B]
-    hidden: npt.NDArray[np.bool_]  # [B, H, 1 or T, S]: the key lies outside its range or is masked
+    hidden: npt.NDArray[np.bool_]  # [B, H, 1 or T, S]: a key lies outside a range or is masked
     added: Float64  # broadcasts with [B, H, T, S]: the numbers of a mask
     scale: float
     batch: tuple[int, ...]  # the batch axes as they were given
@@ -128,6 +130,9 @@ def prepare(
     # Keys and values outside their range may hold anything, and 0 * NaN is NaN.
     k, v = (np.where(outside[..., None], 0.0, array) for array in (k, v))
     hidden = np.repeat(outside, H // max(1, G), axis=1)[:, :, None]
+    if (of_rows := filled["query_range"]) is not None:
+        beyond = (keys < of_rows[..., :1]) | (keys >= of_rows[..., 1:])
+        hidden = hidden | beyond[:, None]
     mask, added = filled["mask"], np.zeros(())
     if mask is not None and mask.dtype != np.bool_:
         _request.check_mask_values(function, mask)
@@ -208,8 +213,9 @@ def fill(request: Request[Array], problem: Problem) -> dict[str, Any]:
         request,
         problem,
         slopes,
-        np.broadcast_to,
+        np,
         lambda ranges: ranges[..., 1].max(1, initial=0),
+        np.arange,
     )
 
 
@@ -298,6 +304,11 @@ def _flatten_places(array: Array, batch: tuple[int, ...]) -> Array:
     return _flatten(array, batch)
 
 
+def _flatten_query_range(array: Array, batch: tuple[int, ...]) -> Array:
+    """`_flatten`, where [T, 2] alone stands for all batch rows."""
+    return array if array.ndim == 2 else _flatten(array, batch)
+
+
 def _flatten_mask(mask: Array, batch: tuple[int, ...]) -> Array:
     """[..., H, T, S] -> [B, H, T, S] where the batch axes fit; the checks refuse anything else."""
     own = mask.shape[:-3]
@@ -310,5 +321,6 @@ def _flatten_mask(mask: Array, batch: tuple[int, ...]) -> Array:
 _FLATTEN = {
     **dict.fromkeys(("key_range", "query_start"), _flatten),
     **dict.fromkeys(("positions", "query_positions"), _flatten_places),
+    "query_range": _flatten_query_range,
     "mask": _flatten_mask,
 }

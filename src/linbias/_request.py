@@ -40,6 +40,8 @@ TOLERANCE = {
 }
 
 LARGEST_START = 2**30
+LARGEST_WINDOW = 2**30  # beyond it there is no limit; 32-bit integers have the sums
+NO_WINDOW = (-1, -1)
 
 # 16 bits cannot tell far positions apart, nor can float64 beyond 2^53.
 POSITION_TYPES = (
@@ -57,7 +59,6 @@ MOST_HEADS = 1024
 
 _PLACING = "key_range and query_start for padding and caches"
 _SLOPES = "say slopes and right_slopes, which make the bias"
-_NEAR = "far keys that cannot matter are left out by themselves"
 # Arguments of other libraries, and what to say here instead.
 OTHER_NAMES = {
     "is_causal": "say causal, which is True by default",
@@ -72,7 +73,9 @@ OTHER_NAMES = {
         ("attn_mask", "attention_mask", "mask", "key_padding_mask"), f"say {_PLACING}"
     ),
     **dict.fromkeys(("attn_bias", "bias", "score_mod"), _SLOPES),
-    **dict.fromkeys(("window_size", "local_window_size", "block_mask"), _NEAR),
+    **dict.fromkeys(("window_size", "local_window_size"), "say window"),
+    "sliding_window": "say window, (size - 1, 0)",
+    "block_mask": "say window or query_range",
     "enable_gqa": "k and v may have fewer heads than q without it",
     "max_seqlen_q": "cu_seqlens_q says the lengths",
     "max_seqlen_k": "cu_seqlens_k says the lengths",
@@ -133,9 +136,11 @@ class Request(NamedTuple, Generic[A]):
     dropout: float = 0.0
     dropout_key: Any = None  # of JAX, which has no generator to draw from
     tolerance: float | None = None
+    window: tuple[int, int] | None = None
+    query_range: A | None = None
 
 
-NUMBERS = ("causal", "scale", "dropout", "dropout_key", "tolerance")
+NUMBERS = ("causal", "scale", "dropout", "dropout_key", "tolerance", "window")
 ARRAYS = tuple(name for name in Request._fields if name not in NUMBERS)
 
 
@@ -185,6 +190,7 @@ class Problem:
     added: bool = False  # the mask holds numbers, which are added to the scores
     positions: bool = False  # keys stand at real numbers
     query_positions: bool = False  # and queries do, instead of at keys
+    query_range: bool = False  # queries have ranges of keys of their own, by a window too
     lse: bool = False  # lse is asked for
     gradients: bool = False  # the result will be differentiated
     slope_gradients: bool = False  # by slopes, too
@@ -201,6 +207,7 @@ SPECIAL = {
     "mask": "it takes a key_range but no mask",
     "added": "it takes a mask of bool, but none of numbers that are added to the scores",
     "positions": "positions are not built yet",
+    "query_range": "window and query_range are not built yet",
     "dropout": "its dropout would draw another mask",
     "transformed": "it does not run under transforms such as vmap",
 }
@@ -261,6 +268,9 @@ def check(function: str, request: Request[Any], layout: str = "BHTD", **asked: b
                 f"{function}: {name} must have shape [H] = {[H]} or [B, H] = {[B, H]}, got {slope}"
             )
     check_placement(function, B, G, request.key_range, request.query_start)
+    window = check_window(function, request.window, bool(causal))
+    if request.query_range is not None:
+        _check_query_range(function, request.query_range, B, T)
     key_bound = request.key_bound
     if key_bound is not None and not (has_shape(key_bound, (B, G)) and key_bound.dtype in FLOATS):
         raise ValueError(
@@ -292,6 +302,7 @@ def check(function: str, request: Request[Any], layout: str = "BHTD", **asked: b
         tolerance=_number(function, "tolerance", request.tolerance, 0.0, 1.0, TOLERANCE[q.dtype]),
         dropout=check_dropout(function, request.dropout),
         added=mask is not None and mask.dtype in FLOATS,
+        query_range=request.query_range is not None or window != NO_WINDOW,
         **{name: getattr(request, name) is not None for name in _GIVEN},
         **asked,
     )
@@ -314,6 +325,8 @@ def check_values(
     function: str, problem: Problem, request: Request[A], read: Callable[[A], Any], depth: int = 3
 ) -> None:
     """Check where keys and queries stand, as far as `read` gives values; depth as in a warning."""
+    if request.query_range is not None and (of_rows := read(request.query_range)) is not None:
+        check_query_range_values(function, of_rows, problem.S)
     names = ("positions", "query_positions", "key_range", "query_start")
     given = [getattr(request, name) for name in names]
     known = [None if x is None else read(x) for x in given]
@@ -330,15 +343,17 @@ def fill(
     request: Request[A],
     problem: Problem,
     slopes: A,
-    broadcast_to: Callable[[Any, tuple[int, ...]], Any],
+    xp: Any,
     last_end: Callable[[Any], Any],
+    count: Callable[[int], Any],
 ) -> dict[str, Any]:
     """A checked call with what it leaves open filled in, but for arrays that a front end makes.
 
     Args:
         slopes: Those of the request, or what a call means that names none.
-        broadcast_to: The front end's own.
+        xp: The front end's functions of arrays, such as `numpy`.
         last_end: Where the ranges [B, G, 2] of each batch row end at last: [B].
+        count: The integers from 0 up to a number, signed, where q lies.
     """
     right: Any = request.right_slopes
     ranges: Any = request.key_range
@@ -348,7 +363,7 @@ def fill(
         right = slopes
     if ranges is not None:
         per_head = ranges if len(ranges.shape) == 3 else ranges[:, None]
-        ranges = broadcast_to(per_head, (problem.B, problem.G, 2))
+        ranges = xp.broadcast_to(per_head, (problem.B, problem.G, 2))
         if start is None:
             start = last_end(ranges) - problem.T
     if mask is not None:
@@ -361,12 +376,40 @@ def fill(
         "right": right,
         "key_range": ranges,  # [B, G, 2]
         "query_start": start,  # [B]
+        # [B, T, 2]: the first and one past the last key of each query, within the keys
+        "query_range": _ranges_of_queries(request, problem, start, xp, count),
         "mask": mask,  # of four axes
         "key_bound": request.key_bound,
         "scale": problem.scale,
         "dropout": problem.dropout,
         "tolerance": problem.tolerance,
     }
+
+
+def _ranges_of_queries(
+    request: Request[Any], problem: Problem, start: Any, xp: Any, count: Callable[[int], Any]
+) -> Any:
+    """The ranges that window and query_range leave of each query, [B, T, 2]; None: all keys."""
+    if not problem.query_range:
+        return None
+    T, S = problem.T, problem.S
+    limits = []
+    if request.query_range is not None:
+        limits.append((request.query_range[..., 0], request.query_range[..., 1]))
+    left, right = (
+        min(n, LARGEST_WINDOW) for n in check_window("", request.window, problem.causal)
+    )
+    own_key = count(T) + (S - T if start is None else start[:, None])  # [T] or [B, T]
+    if left >= 0:
+        limits.append((own_key - left, 0 * own_key + S))
+    if right >= 0:
+        limits.append((0 * own_key, own_key + right + 1))
+    first, end = limits[0]
+    for other_first, other_end in limits[1:]:
+        first, end = xp.maximum(first, other_first), xp.minimum(end, other_end)
+    first, end = first.clip(0, S), end.clip(0, S)
+    ranges = xp.stack((first, xp.maximum(first, end)), -1)
+    return xp.broadcast_to(ranges, (problem.B, T, 2))
 
 
 def _missing_axes(name: str, array: Described, layout: str) -> str:
@@ -440,6 +483,36 @@ def check_placement(
         )
     if query_start is not None and not has_shape(query_start, (B,)):
         raise ValueError(f"{function}: query_start must have shape [B] = {[B]}, got {query_start}")
+
+
+def check_window(function: str, window: Any, causal: bool) -> tuple[int, int]:
+    """A window is (left, right), keys before and after a query that it sees, -1 for no limit."""
+    if window is None:
+        return NO_WINDOW
+    if (
+        not isinstance(window, (tuple, list))
+        or len(window) != 2
+        or any(isinstance(n, bool) or not isinstance(n, numbers.Integral) for n in window)
+    ):
+        raise TypeError(
+            f"{function}: window must be (left, right), two integers: how many keys before and"
+            f" after its own a query sees, -1 for no limit; got {window!r}"
+        )
+    left, right = map(int, window)
+    if min(left, right) < -1:
+        raise ValueError(f"{function}: window must be at least -1 on each side, got {window}")
+    return left, -1 if causal else right
+
+
+def _check_query_range(function: str, ranges: Described, B: int, T: int) -> None:
+    """query_range is [T, 2] or [B, T, 2], signed integers."""
+    if ranges.dtype not in ("int32", "int64"):
+        raise TypeError(f"{function}: query_range must be int32 or int64, got {ranges.dtype}")
+    if not has_shape(ranges, (T, 2), (1, T, 2), (B, T, 2)):
+        raise ValueError(
+            f"{function}: query_range must have shape [T, 2] = {[T, 2]} or [B, T, 2] ="
+            f" {[B, T, 2]}, got {ranges}"
+        )
 
 
 def check_points(
@@ -581,6 +654,19 @@ def check_key_range_values(function: str, ranges: np.ndarray, S: int) -> None:
         raise ValueError(
             f"{function}: key_range must be 0 <= first <= end <= S = {S},"
             f" got {ranges[where].tolist()} in batch row {where[0]}{of_head}"
+        )
+
+
+def check_query_range_values(function: str, ranges: np.ndarray, S: int) -> None:
+    """As of `key_range`, of each query: ranges is [T, 2] or [B, T, 2]."""
+    first, end = ranges[..., 0], ranges[..., 1]
+    bad = np.argwhere(~((first >= 0) & (first <= end) & (end <= S)))
+    if len(bad):
+        *row, query = bad[0].tolist()
+        of_row = f" of batch row {row[0]}" if row else ""
+        raise ValueError(
+            f"{function}: query_range must be 0 <= first <= end <= S = {S},"
+            f" got {ranges[(*row, query)].tolist()} for query {query}{of_row}"
         )
 
 

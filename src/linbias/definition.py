@@ -193,6 +193,11 @@ def attention(
         query_positions: [..., T], [..., H, T] or [T], likewise, each between those of the keys
             before and after it: where queries stand. None: at key p, 0 <= p < S, or the nearest to
             it within the range.
+        window: (left, right), integers: a query at p sees only the keys p - left .. p + right, -1
+            for no limit on that side. Counted in keys, also where these have positions.
+        query_range: [..., T, 2] or [T, 2], int32 or int64: first and one past last key that each
+            query sees, beside what else hides keys; 0 <= first <= end <= S. Keys that a range
+            hides must still be finite.
         num_heads: H, where the heads lie side by side in the last axis: q [..., T, H * D], k [...,
             S, G * D] and v [..., S, G * E].
         return_lse: Also return lse.
@@ -211,6 +216,8 @@ def attention(
         [1.0, 1.5, 2.3333]
         >>> attention(q, k, v, [np.inf]).ravel().tolist()
         [1.0, 2.0, 4.0]
+        >>> attention(q, k, v, [0.0], window=(1, 0)).ravel().tolist()
+        [1.0, 1.5, 3.0]
         >>> attention(q[0], k[0], v[0].repeat(2, 1), [np.inf, 0.0], num_heads=2).round(4).tolist()
         [[1.0, 1.0], [2.0, 1.5], [4.0, 2.3333]]
 

@@ -180,7 +180,7 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class _Rows:
-    """The query rows of one tile and all that they may read: a head's keys within its range."""
+    """The query rows of one tile and all that they may read: a head's keys within their ranges."""
 
     first_row: int
     q: Float64  # [rows, D], times scale
@@ -192,6 +192,7 @@ class _Rows:
     v: Float64
     slopes: tuple[float, float]  # to the left and to the right
     first_key: int
+    hidden: npt.NDArray[np.bool_]  # [rows or 1, keys of the range]: by a window or range of a row
 
     @classmethod
     def of(
@@ -203,10 +204,11 @@ class _Rows:
         first_row: int,
         rows: int,
     ) -> "_Rows":
-        visible = np.flatnonzero(~inputs.hidden[b, h, 0])
-        first, end = (visible[0], visible[-1] + 1) if len(visible) else (0, 0)
         g = h // (inputs.q.shape[1] // inputs.k.shape[1])
         here = slice(first_row, first_row + rows)
+        hidden = inputs.hidden[b, h, here if inputs.hidden.shape[2] > 1 else slice(None)]
+        visible = np.flatnonzero(~hidden.all(0))
+        first, end = (visible[0], visible[-1] + 1) if len(visible) else (0, 0)
         q = inputs.q[b, h, here] * inputs.scale
         order = inputs.query_start[b] + first_row - first + np.arange(len(q))
         x, xq = np.arange(end - first), order
@@ -218,7 +220,8 @@ class _Rows:
             float(s[h] if s.ndim == 1 else s[b, h]) for s in (inputs.left, inputs.right)
         )
         k, v = (x[b, g, first:end] for x in (inputs.k, inputs.v))
-        return cls(first_row, q, order, xq, x, sums, k, v, (left, right), int(first))
+        hidden = hidden[:, first:end]
+        return cls(first_row, q, order, xq, x, sums, k, v, (left, right), int(first), hidden)
 
     def scores(self, first: int, end: int) -> Float64:
         """[rows, end - first], -inf where hidden."""
@@ -228,6 +231,7 @@ class _Rows:
         hidden = np.isinf(slope)
         bias = -np.where(hidden, 0.0, slope) * np.abs(distance)
         hidden &= order != 0
+        hidden |= self.hidden[:, first:end]
         return np.where(hidden, -np.inf, self.q @ self.k[first:end].T + bias)
 
     def tail(self, side: int, nearest: int, most: Float64) -> Float64:
@@ -283,7 +287,7 @@ def _sums(inputs: Inputs) -> tuple[Float64, Float64] | None:
     """`log_sums` of all heads, [B, H, S], to the left and right; None without positions."""
     if inputs.positions is None:
         return None
-    shape, inside = inputs.positions.shape[:2], ~inputs.hidden[:, :, 0]
+    shape, inside = inputs.positions.shape[:2], ~inputs.hidden.all(2)
     # A hidden side, of infinite slope, is never read.
     left, right = (
         np.broadcast_to(np.where(np.isinf(s), 0.0, s), shape) for s in (inputs.left, inputs.right)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import linbias
-from cases import CASES, PLACED_CASES, Case, make_inputs, short
+from cases import CASES, PLACED_CASES, RANGED_CASES, Case, make_inputs, short
 from linbias.example import TOKENS, K, Q, V
 from truth import true_attention
 
@@ -82,7 +82,7 @@ def test_repository_faq_mask_gives_the_same_softmax():
 
 
 PLACES = ("positions", "query_positions")
-WRITTEN_TWICE = [case for case in short(CASES + PLACED_CASES) if not case.dropout]
+WRITTEN_TWICE = [case for case in short(CASES + PLACED_CASES + RANGED_CASES) if not case.dropout]
 
 
 @pytest.mark.parametrize("case", WRITTEN_TWICE, ids=str)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import linbias
-from cases import CASES, REPEATED, Case, far_block, make_inputs
+from cases import CASES, RANGED_CASES, REPEATED, Case, far_block, make_inputs
 from contract import long_rows, rows
 from linbias import near_to_far
 
-PLAIN = [case for case in CASES if not case.dropout]
+PLAIN = [case for case in CASES + RANGED_CASES if not case.dropout and not case.places]
 UNEVEN = ("range-per-head-symmetric", "long-past-the-keys")
 
 

@@ -35,6 +35,7 @@ class Case:
     dropout: float = 0.0
     scale: float | None = None
     places: str | None = None  # where keys stand, and queries between them (`places_of`)
+    rows: str | None = None  # which keys each query may see (`row_ranges`)
 
     def __str__(self) -> str:
         return self.name
@@ -55,9 +56,46 @@ class Case:
 
     @property
     def placement(self) -> dict[str, np.ndarray]:
-        """key_range and query_start as they are given, if they are."""
+        """key_range, query_start and query_range as they are given, if they are."""
         given = {"key_range": self.key_range, "query_start": self.query_start}
+        if self.rows:
+            given["query_range"] = self.row_ranges
         return {name: np.array(value) for name, value in given.items() if value is not None}
+
+    @property
+    def row_ranges(self) -> np.ndarray:
+        """[B, T, 2]: first and one past last key of each query.
+
+        "window": W before its own; "both": W before and 2 W after; "chunks": its own, half of that
+        before and a third of the one after; "documents": its own, a start after the other, of
+        uneven length; "prefix": the first W, and up to its own; "scattered": anywhere, one in six
+        none.
+        """
+        p, W = self.starts[:, None] + np.arange(self.T), max(2, self.S // 12)
+        chunk = p // W * W
+        first, end = {
+            "window": (p - W, p + 1),
+            "both": (p - W, p + 2 * W + 1),
+            "chunks": (chunk - W // 2, chunk + W + W // 3),
+            "documents": _documents(p, W),
+            "prefix": (0 * p, np.maximum(p + 1, W)),
+            "scattered": _scattered(self),
+        }[self.rows]
+        first, end = first.clip(0, self.S), end.clip(0, self.S)
+        return np.stack([first, np.maximum(first, end)], -1)
+
+
+def _documents(p: np.ndarray, W: int) -> tuple[np.ndarray, np.ndarray]:
+    starts = np.cumsum([0, *np.resize([W, W // 3 + 1, 2 * W], 2 + 3 * int(p.max(initial=0)) // W)])
+    own = np.searchsorted(starts, p, "right").clip(1) - 1
+    return starts[own], starts[own + 1]
+
+
+def _scattered(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(7)
+    ranges = np.sort(rng.integers(0, case.S + 1, (case.B, case.T, 2)), -1)
+    ranges[rng.random((case.B, case.T)) < 1 / 6] = case.S // 2
+    return ranges[..., 0], ranges[..., 1]
 
 
 Long = partial(Case, B=1, H=4, G=2, T=523, S=787)
@@ -184,6 +222,40 @@ PLACED_CASES = (
     ),
     Long("bursts-long-cache", B=2, T=3, S=2053, G=1, places="bursts"),
     Long("gates-long-dropout", T=203, dropout=0.2, places="gates"),
+)  # fmt: skip
+
+
+# For implementations that take a range of keys for each query.
+RANGED_CASES = (
+    Case("window", T=11, rows="window"),
+    Case("window-per-batch", left="per_batch", rows="window", query_start=(-3, 9)),
+    Case("window-both-sides", causal=False, right="halved", T=17, S=23, rows="both"),
+    Case("documents", T=31, S=31, rows="documents"),
+    Case("chunks-multi-query", H=5, G=1, causal=False, T=29, S=37, rows="chunks"),
+    Case("prefix-sees-itself", causal=False, T=23, S=23, rows="prefix"),
+    Case("scattered", causal=False, T=19, S=29, rows="scattered"),
+    Case("scattered-causal", T=19, S=29, rows="scattered"),
+    Case("window-one-query", T=1, S=97, rows="window"),
+    Case("scattered-few-queries", B=3, T=3, S=211, causal=False, rows="scattered"),
+    Case("window-no-keys", S=0, rows="window"),
+    Case("window-zero-slopes", left="zero", T=41, S=53, rows="window"),
+    Case("window-range-per-head", T=13, key_range=PER_HEAD, rows="window"),
+    Case("window-dropout", dropout=0.3, T=17, S=19, rows="window"),
+    Case("one-side-hidden-in-chunks", causal=False, left="hidden", right="paper", T=29, S=31,
+         rows="chunks"),
+    Case("gaps-in-a-window", causal=False, T=29, S=31, places="gaps", rows="both"),
+    Long("long-window", T=803, S=803, rows="window"),
+    Long("long-window-both-sides", T=211, S=1153, causal=False, right="halved", rows="both"),
+    Long("long-documents", T=787, causal=False, rows="documents"),
+    Long("long-chunks", T=787, D=33, E=37, causal=False, rows="chunks"),
+    Long("long-prefix", B=2, T=307, S=619, causal=False, rows="prefix", query_start=(0, 300)),
+    Long("long-scattered", T=307, S=1213, causal=False, right="halved", rows="scattered"),
+    Long("long-window-range", B=2, T=307, S=1213, key_range=((700, 1201), (5, 1213)),
+         rows="window"),
+    Long("long-window-dropout", T=203, dropout=0.2, rows="window"),
+    Long("long-cache-window", B=2, T=3, S=2053, G=1, rows="window"),
+    Long("long-cache-scattered", B=2, T=2, S=2053, causal=False, rows="scattered"),
+    Long("gates-in-documents", T=501, S=701, places="gates", rows="documents"),
 )  # fmt: skip
 
 

@@ -80,6 +80,9 @@ def _one_head(leaves, case, b, h, keep, keys):
         else:
             score = score - slope * torch.where(here, sign * distance, 0)
     inside = (keys >= first) & (keys < end)
+    if case.rows:
+        low, high = torch.from_numpy(case.row_ranges[b]).split(1, 1)
+        inside = inside & (keys >= low) & (keys < high)
     score = score.masked_fill(~inside, -math.inf)
     rows = (score > -math.inf).any(1)
     weight = torch.softmax(score[rows], 1)

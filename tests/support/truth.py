@@ -85,6 +85,9 @@ def _reach(
     distance = (np.arange(case.T)[:, None] + case.starts[b]) - keys
     reaches = np.maximum(distance, 0), np.maximum(-distance, 0)
     hidden = np.broadcast_to((keys < first) | (keys >= end), distance.shape)
+    if case.rows:
+        low, high = np.split(case.row_ranges[b], 2, axis=1)
+        hidden = hidden | (keys < low) | (keys >= high)
     for slope, reach in zip(slopes, reaches, strict=True):
         hidden = hidden | ((reach > 0) & np.isinf(slope))
     return hidden, reaches, distance >= 0

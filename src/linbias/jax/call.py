@@ -1,5 +1,6 @@
 """A call of attention: check its arguments, fill in what is left open, choose, run."""
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,14 +76,16 @@ def prepare(
     limited = request._replace(
         key_range=_clamp(request.key_range, 0, problem.S),
         query_start=_clamp(request.query_start, -farthest, farthest),
+        query_range=_clamp(request.query_range, 0, problem.S),
         mask=mask,
     )
     filled = _request.fill(
         limited,
         problem,
         left,
-        jnp.broadcast_to,
+        jnp,
         lambda ranges: ranges[..., 1].max(1, initial=0),
+        functools.partial(jnp.arange, dtype=np.int32),
     )
     of_heads, key_bound, mask = (problem.B, problem.H), filled["key_bound"], filled["mask"]
     right = filled["right"]

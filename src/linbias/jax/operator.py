@@ -31,6 +31,7 @@ class Inputs:
     # Implementations are given all heads and both, or neither, where key s stands at s.
     positions: Array | None
     query_positions: Array | None
+    query_range: Array | None  # [B, T, 2], int32, within 0 and S; None: all keys
     seed: Array | None  # [], uint32; None: no dropout
     # Numbers, which have to be known when the call is traced.
     scale: float = field(metadata={"static": True})

@@ -74,11 +74,13 @@ def prepare(
             check_slopes(function, "slopes", left)
         if right is not None:
             check_slopes(function, "right_slopes", right)
-        if problem.placed or problem.positions:
+        if problem.placed or problem.positions or problem.query_range:
             _request.check_values(function, problem, request, _read)
     if left is None:
         left = default_slopes(problem.H, wide, q.device)
-    filled = _request.fill(request, problem, left, torch.broadcast_to, last_end)
+    filled = _request.fill(
+        request, problem, left, torch, last_end, functools.partial(torch.arange, device=q.device)
+    )
     if problem.positions:
         x, xq = standing.stand(request, problem, filled["query_start"])
         filled.update(positions=x, query_positions=xq)

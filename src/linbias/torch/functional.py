@@ -24,6 +24,8 @@ class Weighing(TypedDict, total=False):
     mask: Tensor | None
     positions: Tensor | None
     query_positions: Tensor | None
+    window: tuple[int, int] | None
+    query_range: Tensor | None
 
 
 class Options(Weighing, total=False):
@@ -126,6 +128,12 @@ def attention(
         query_positions: [T], [B, T] or [B, H, T], likewise, each between those of the keys before
             and after it: where queries stand. None: at key p, 0 <= p < S, or the nearest to it
             within the range.
+        window: (left, right), integers: a query at p sees only the keys p - left .. p + right, -1
+            for no limit on that side. Counted in keys, also where these have positions.
+        query_range: [T, 2] or [B, T, 2], int32 or int64: first and one past last key that each
+            query sees, beside what else hides keys; 0 <= first <= end <= S. Chunks with context,
+            documents, and with causal=False a prefix that sees itself both ways, without a mask
+            [T, S]. Keys that a range hides must still be finite.
         key_bound: [B, G], floating point: at least the norm of every key in the range; all keys
             and values must be finite. Decoding then reads the near keys only, instead of every key
             for its norm. A promise, not checked; an implementation may do without it.
@@ -183,7 +191,7 @@ def attention_weights(
 
     Args:
         q, k, slopes, causal, right_slopes, scale, key_range, query_start, mask, positions,
-            query_positions: As for `attention`.
+            query_positions, window, query_range: As for `attention`.
 
     Returns:
         [B, H, T, S], float32 (float64 for float64 inputs). A query that sees no key has zeros.

@@ -77,6 +77,9 @@ def attention_weights(inputs: Inputs) -> tuple[Array, Array]:
     if inside is not None:
         inside = _per_query_head(inside, inputs)  # [B, S, H]
         visible = visible & inside.swapaxes(1, 2)[:, :, None]
+    if inputs.query_range is not None:
+        first, end = jnp.split(inputs.query_range[:, None], 2, -1)  # [B, 1, T, 1]
+        visible = visible & (jnp.arange(S) >= first) & (jnp.arange(S) < end)
     if inputs.mask is not None and inputs.mask.dtype == bool:
         visible = visible & inputs.mask
     elif inputs.mask is not None:

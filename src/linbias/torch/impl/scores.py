@@ -22,6 +22,8 @@ def bias_of(inputs: Inputs) -> Tensor:
     if key_range is not None:
         inside = per_query_head(_inside(key_range, S), inputs)
         bias = bias.masked_fill(~inside[:, :, None], -torch.inf)
+    if inputs.query_range is not None:
+        bias = bias.masked_fill(~_inside(inputs.query_range, S)[:, None], -torch.inf)
     if inputs.mask is None:
         return bias
     if inputs.mask.dtype != torch.bool:
@@ -71,7 +73,7 @@ def _per_pair(slope: Tensor) -> Tensor:
 
 
 def _inside(key_range: Tensor, S: int) -> Tensor:
-    """[B, G, S]: whether a key lies in the range."""
+    """Ranges [..., 2] -> [..., S]: whether a key lies in each."""
     keys = torch.arange(S, device=key_range.device)
     return (keys >= key_range[..., :1]) & (keys < key_range[..., 1:])
 

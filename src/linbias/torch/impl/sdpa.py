@@ -20,10 +20,11 @@ ABILITIES = Abilities(
     runs_on="any PyTorch device",
     how="PyTorch's own attention, the bias as its mask",
     memory="length x length",
-    has=("mask", "added", "positions"),
+    has=("mask", "added", "positions", "query_range"),
 )
 why_not = ABILITIES.lacks
 # Biases of slopes and lengths alone are kept, up to so many numbers each.
+_BESIDES = ("key_range", "query_start", "mask", "positions", "query_range")
 _MAX_KEPT, _MAX_NUMBERS = 8, 1 << 22
 _kept: dict[Any, Tensor] = {}
 
@@ -64,7 +65,7 @@ def _bias(inputs: Inputs) -> Tensor:
     T, S = inputs.q.shape[2], inputs.k.shape[2]
     if (
         left.device.type != "cpu"
-        or not (inputs.key_range is inputs.query_start is inputs.mask is inputs.positions is None)
+        or any(getattr(inputs, name) is not None for name in _BESIDES)
         or (
             torch.is_grad_enabled()
             and any(s is not None and s.requires_grad for s in (left, right))
