@@ -125,8 +125,12 @@ struct BackwardTask {
       const Blocks visited = visited_blocks(tile, results.saved);
       // From either end inwards, as the outer blocks may turn out to be negligible.
       typename Work::Negligible negligible[2] = {typename Work::Negligible(true), typename Work::Negligible(true)};
-      for (int64_t block = visited.first; block <= tile.near_last; ++block) work.visit(block, negligible[kLeft]);
-      for (int64_t block = visited.end - 1; block > tile.near_last; --block) work.visit(block, negligible[kRight]);
+      for (int64_t block = visited.first; block <= tile.near_last; ++block) {
+        if (tile.is_seen(block)) work.visit(block, negligible[kLeft]);
+      }
+      for (int64_t block = visited.end - 1; block > tile.near_last; --block) {
+        if (tile.is_seen(block)) work.visit(block, negligible[kRight]);
+      }
       add_slope_gradients(work, dslopes_of);
       for (int64_t i = 0; dpositions && i < tile.rows; ++i) {
         static_cast<W*>(results.dquery_positions)[tile.index(i)] = -work.scratch.pull_sum[i];

@@ -80,6 +80,7 @@ bool is_covered(const Tile<W>& tile, Rows<W>& rows, Side side, int64_t nearest, 
   const double nearest_position = tile.positions ? tile.positions[nearest_key(side, nearest, tile.head->num_keys)] : 0;
   const W* tails = table + nearest * kEntries;
   for (int64_t n = 0, i = rows.open_row; n < tile.rows; ++n, i = i + 1 < tile.rows ? i + 1 : 0) {
+    if (tile.limited && !tile.row_sees_beyond(i, side, key)) continue;
     const W* lower = tails + rows.entry[i];
     const W far = lower[0] + rows.fraction[i] * (lower[1] - lower[0]);
     W reach = distance + away * static_cast<W>(i);

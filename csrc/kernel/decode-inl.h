@@ -85,6 +85,7 @@ struct DecodeTask {
 
   struct Row {
     int64_t b, h, first, num_keys, order, head;  // order: from key `first`; head: of the keys, b * G + g
+    int64_t first_seen;                          // the row sees the keys [first_seen, num_keys)
     const In *keys, *values;                     // of key `first`
     alignas(64) W q[kLargestSize];
     alignas(64) W acc[kLargestSize];
@@ -101,6 +102,7 @@ struct DecodeTask {
     const KeyRange range(call, b, g);
     row.first = range.first;
     row.num_keys = range.count;
+    row.first_seen = 0;
     row.head = b * call.G + g;
     row.keys = row_of<In>(call.k, b, g, row.first);
     row.values = row_of<In>(call.v, b, g, row.first);
@@ -114,8 +116,17 @@ struct DecodeTask {
     self.find_keys(task / tasks / self.call.G, task / tasks % self.call.G, row);
     const int64_t from = task % tasks * kBlocksAtOnce;
     for (int64_t block = from; block < smaller_of(from + kBlocksAtOnce, self.num_blocks); ++block) {
-      self.reach[kLeft][row.head * self.num_blocks + block] = self.largest_norm(row, block * kKeys);
+      self.reach[kLeft][row.head * self.num_blocks + block] =
+          self.is_seen(row, task / tasks / self.call.G, block * kKeys) ? self.largest_norm(row, block * kKeys) : W{0};
     }
+  }
+
+  // Whether some query may see a key of the block that begins at `from`.
+  bool is_seen(const Row& row, int64_t b, int64_t from) const {
+    bool seen = false;
+    for (int64_t t = 0; t < call.T; ++t)
+      seen |= QueryRange(call, b, t, row.first, row.num_keys).meets(from, from + kKeys);
+    return seen;
   }
 
   // Keys and values a cache line each in turn: twice as fast as some rows of one and then of the other.
@@ -164,6 +175,9 @@ struct DecodeTask {
     row.h = index / call.T % call.H;
     find_keys(row.b, row.h / (call.H / call.G), row);
     row.order = order_of(call, row.b, t) - row.first;
+    const QueryRange range(call, row.b, t, row.first, row.num_keys);
+    row.first_seen = range.is_empty() ? 0 : range.first;
+    row.num_keys = range.is_empty() ? 0 : range.end;
     row.positions = positions_of(call.positions, row.b, row.h, row.first);
     if (row.positions) row.query_position = *positions_of(call.query_positions, row.b, row.h, t);
     load_query(t, row);
@@ -174,15 +188,15 @@ struct DecodeTask {
     const DecodeTask& self = *static_cast<const DecodeTask*>(context);
     Row row;
     self.begin_row(index, row);
-    const int64_t blocks = round_up(row.num_keys, kKeys) / kKeys;
-    int64_t next[2] = {row.order >= 0 ? smaller_of(row.order / kKeys, blocks - 1) : -1, 0};
+    const int64_t first = row.first_seen / kKeys, blocks = round_up(row.num_keys, kKeys) / kKeys;
+    int64_t next[2] = {row.order >= row.first_seen ? smaller_of(row.order / kKeys, blocks - 1) : first - 1, 0};
     next[kRight] = next[kLeft] + 1;
-    if (next[kLeft] >= 0) {
+    if (next[kLeft] >= first) {
       self.prefetch_keys(row, next[kLeft]);
       self.visit(next[kLeft], row, next[kLeft] - 1);
       --next[kLeft];
     }
-    bool open[2] = {!row.hidden[kLeft] && next[kLeft] >= 0, !row.hidden[kRight] && next[kRight] < blocks};
+    bool open[2] = {!row.hidden[kLeft] && next[kLeft] >= first, !row.hidden[kRight] && next[kRight] < blocks};
     for (int64_t turn = 0; turn < 2 * kNearBlocks && (open[kLeft] || open[kRight]); ++turn) {
       const Side side = static_cast<Side>(turn % 2);
       if (!open[side]) continue;
@@ -191,7 +205,7 @@ struct DecodeTask {
       const int64_t block = next[side];
       next[side] += side == kLeft ? -1 : 1;
       self.visit(block, row, next[side]);
-      open[side] = next[side] >= 0 && next[side] < blocks;
+      open[side] = next[side] >= first && next[side] < blocks;
     }
     for (int side = kLeft; side <= kRight; ++side) {
       self.begin[index * 2 + side] = self.end[index * 2 + side] = next[side];
@@ -204,7 +218,8 @@ struct DecodeTask {
   // covered one even where rounding makes the bound wobble.
   int64_t find_end(const Row& row, Side side, int64_t next, int64_t blocks) const {
     const int64_t outwards = side == kLeft ? -1 : 1;
-    int64_t open = 0, covered = side == kLeft ? next + 1 : blocks - next;  // counted from next
+    const int64_t first = row.first_seen / kKeys;
+    int64_t open = 0, covered = side == kLeft ? next + 1 - first : blocks - next;  // counted from next
     while (covered - open > 1) {
       const int64_t middle = open + (covered - open) / 2;
       (is_covered(row, side, next + outwards * middle) ? covered : open) = middle;
@@ -326,7 +341,7 @@ struct DecodeTask {
     for (i = 0; i < kKeys; ++i) {
       const int64_t distance = row.order - from - i;
       const Side side = distance >= 0 ? kLeft : kRight;
-      const bool hidden = i >= count || (distance != 0 && row.hidden[side]);
+      const bool hidden = i >= count || from + i < row.first_seen || (distance != 0 && row.hidden[side]);
       W reach = static_cast<W>(distance > 0 ? distance : -distance);
       if (row.positions)
         reach = i < count ? static_cast<W>(__builtin_fabs(row.query_position - row.positions[from + i])) : W{0};

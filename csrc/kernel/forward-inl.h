@@ -52,14 +52,15 @@ struct ForwardTask {
     Work work{call, results, packed, tile, slot, scratch, slack_of<W>(call.D)};
     work.begin();
     for (int64_t block = tile.near_last; block >= tile.near_first; --block) {
+      if (!tile.is_seen(block)) continue;
       Negligible unknown(false);
       work.visit(block, unknown);
     }
-    const int64_t num_blocks = tile.head->num_blocks;
     int64_t next[2] = {tile.near_first - 1, tile.near_last + 1};
     int32_t* visited = results.visited + ((b * call.H + h) * results.visited_tiles + t) * 2;
     visited[kLeft] = visited[kRight] = 0;
-    bool open[2] = {!tile.hidden[kLeft] && next[kLeft] >= 0, !tile.hidden[kRight] && next[kRight] < num_blocks};
+    bool open[2] = {!tile.hidden[kLeft] && tile.is_seen_from(next[kLeft], kLeft),
+                    !tile.hidden[kRight] && tile.is_seen_from(next[kRight], kRight)};
     Negligible negligible[2] = {Negligible(false), Negligible(false)};
     while (open[kLeft] || open[kRight]) {
       for (int turn = kLeft; turn <= kRight; ++turn) {
@@ -70,10 +71,10 @@ struct ForwardTask {
           open[side] = false;
           continue;
         }
-        work.visit(next[side], negligible[side]);
+        if (tile.is_seen(next[side])) work.visit(next[side], negligible[side]);
         ++visited[side];
         next[side] += side == kLeft ? -1 : 1;
-        open[side] = next[side] >= 0 && next[side] < num_blocks;
+        open[side] = tile.is_seen_from(next[side], side);
       }
     }
     work.finish();

@@ -18,6 +18,22 @@ struct KeyRange {
   }
 };
 
+// The keys of a head that query t of batch row b may see of itself, counted from the head's first key.
+struct QueryRange {
+  int64_t first, end;
+
+  QueryRange(const Call& call, int64_t b, int64_t t, int64_t first_key, int64_t num_keys) : first(0), end(num_keys) {
+    if (!call.query_range) return;
+    const int64_t* given = call.query_range + (b * call.T + t) * 2;
+    first = clamp(clamp(given[0], 0, call.S) - first_key, 0, num_keys);
+    end = clamp(clamp(given[1], 0, call.S) - first_key, first, num_keys);
+  }
+
+  bool is_empty() const { return first == end; }
+  // Whether some of the keys [from, to) are among them.
+  bool meets(int64_t from, int64_t to) const { return first < to && from < end && first < end; }
+};
+
 // How many keys the head shows that shows the most.
 inline int64_t most_keys(const Call& call) {
   if (!call.key_range) return call.S;

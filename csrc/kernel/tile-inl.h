@@ -85,6 +85,9 @@ struct Tile {
   int64_t near_first, near_last;
   const double* positions;  // where the head's keys stand, and the rows; null: they are counted
   double query_positions[kRows];
+  bool limited;                                          // whether rows have ranges of keys of their own:
+  int64_t row_first[kRows], row_end[kRows];              // those of each row, counted from the head's first key,
+  int64_t first_seen, end_seen, first_whole, end_whole;  // those that some row sees, and that every row does
 
   Tile(const Call& c, const Packed<W>& packed, int64_t batch, int64_t query_head, int64_t tile)
       : call(&c), b(batch), h(query_head), start(tile * kRows) {
@@ -98,11 +101,50 @@ struct Tile {
     positions = positions_of(c.positions, b, h, head->first);
     const double* queries = positions_of(c.query_positions, b, h, start);
     for (int64_t i = 0; positions && i < kRows; ++i) query_positions[i] = queries[smaller_of(i, rows - 1)];
+    limited = c.query_range != nullptr;
+    first_seen = first_whole = 0;
+    end_seen = end_whole = head->num_keys;
+    if (limited) find_ranges();
   }
 
-  // Whether a block lies wholly to one side of every row, with no padding in it.
+  void find_ranges() {
+    first_seen = head->num_keys;
+    end_seen = 0;
+    for (int64_t i = 0; i < kRows; ++i) {
+      const QueryRange range(*call, b, start + smaller_of(i, rows - 1), head->first, head->num_keys);
+      row_first[i] = range.first;
+      row_end[i] = range.end;
+      first_whole = larger_of(first_whole, range.first);
+      end_whole = smaller_of(end_whole, range.end);
+      if (range.is_empty()) continue;
+      first_seen = smaller_of(first_seen, range.first);
+      end_seen = larger_of(end_seen, range.end);
+    }
+  }
+
+  // Whether row i has a key of its own from `key` outwards.
+  bool row_sees_beyond(int64_t i, Side side, int64_t key) const {
+    return row_first[i] < row_end[i] && (side == kLeft ? row_first[i] <= key : row_end[i] > key);
+  }
+
+  // Whether some row has a key of a block in its range.
+  bool is_seen(int64_t block) const {
+    if (!limited) return true;
+    const int64_t from = block * kKeys, to = from + kKeys;
+    for (int64_t i = 0; i < rows; ++i) {
+      if (smaller_of(row_end[i], to) > larger_of(row_first[i], from)) return true;
+    }
+    return false;
+  }
+  // Whether a block, or one beyond it on this side, may have such a key.
+  bool is_seen_from(int64_t block, Side side) const {
+    return side == kLeft ? block >= 0 && (block + 1) * kKeys > first_seen : block * kKeys < end_seen;
+  }
+
+  // Whether a block lies wholly to one side of every row, which all see it whole, with no padding in it.
   bool is_far(int64_t block) const {
-    return (block < near_first || block > near_last) && (block + 1) * kKeys <= head->num_keys;
+    return (block < near_first || block > near_last) && block * kKeys >= first_whole &&
+           (block + 1) * kKeys <= end_whole;
   }
 
   // How many keys of a block some row may see, from its first on.
@@ -164,13 +206,20 @@ struct Biased {
       return;
     }
     const Vector<W> lowest = broadcast(-kInfinity<W>);
+    W first = 0, last = end;
+    if (tile.limited) {
+      first = static_cast<W>(clamp(tile.row_first[i] - first_key, 0, kKeys));
+      last = static_cast<W>(clamp(tile.row_end[i] - first_key, 0, kKeys));
+    }
     for (int j = 0; j < kVectors; ++j) {
+      const Vector<W> key = ramp + static_cast<W>(j * kLanes);
       const Vector<W> back = order(i, j), distance = positioned ? distances(i, j) : back;
       Vector<W> y = load(score + j * kLanes);
       y -= distance > W{0} ? tile.slope[kLeft] * distance : -tile.slope[kRight] * distance;
       if (tile.hidden[kLeft]) y = back > W{0} ? lowest : y;
       if (tile.hidden[kRight]) y = back < W{0} ? lowest : y;
-      x[j] = ramp + static_cast<W>(j * kLanes) >= end ? lowest : y;
+      y = key >= last ? lowest : y;
+      x[j] = key < first ? lowest : y;
     }
   }
 };

@@ -172,6 +172,33 @@ void test_the_definition() {
   }
 }
 
+// Queries that have ranges of keys of their own: near theirs, and anywhere.
+void test_the_definition_in_ranges_of_queries() {
+  for (const std::int64_t window : {-1, 9, 100}) {
+    Case cases[] = {
+        {2, 6, 3, 61, 107, 13, 5, false, false},
+        {1, 6, 6, 300, 700, 64, 40, true, false, {}, 0, 5},
+        {2, 6, 2, 260, 700, 40, 33, false, false, {200, 440}},
+        {2, 6, 3, 203, 517, 33, 37, false, true, {100, 350}},
+        {2, 12, 6, 52, 330, 16, 16, false, true, {400, -20}},
+        {1, 4, 2, 200, 330, 32, 65, true, false, {}, 0.3, 3},
+        {2, 6, 2, 3, 2100, 13, 70, false, false, {1000, 2097}},
+        {2, 6, 2, 1, 1500, 64, 32},
+        {2, 6, 3, 2, 400, 8, 24, true, true, {200, 433}},
+        {1, 2, 1, 0, 5, 4, 4},
+        {1, 2, 1, 5, 0, 4, 4},
+    };
+    for (Case& c : cases) {
+      c.window = window;
+      c.scattered = window < 0;
+      run_on_every_target<float, double>(c);
+      run_on_every_target<Half, Brain>(c);
+      c.standing = Standing::bursts;
+      if (window == 9) run_on_every_target<float, double>(c);
+    }
+  }
+}
+
 // Keys that stand at given positions, through every way of the core.
 void test_the_definition_at_given_positions() {
   for (const Standing standing :
@@ -806,6 +833,7 @@ int main(int count, char** names) {
            test_tasks_are_shared_out,
            test_the_definition,
            test_the_definition_at_given_positions,
+           test_the_definition_in_ranges_of_queries,
            test_dropout_at_its_threshold,
            test_what_a_caller_may_not_break<float, double>,
            test_what_a_caller_may_not_break<Brain, Half>,

@@ -98,7 +98,9 @@ struct Case {
   int threads = 2;
   bool wild = false;  // ranges and starts far outside the keys, which the core has to clamp
   Standing standing = Standing::counted;
-  bool between = false;  // queries stand between their own key and the next, rather than at their own
+  bool between = false;      // queries stand between their own key and the next, rather than at their own
+  std::int64_t window = -1;  // queries see so many keys before their own and half as many after it; or -1,
+  bool scattered = false;    // or keys anywhere, some none, others more than there are
 };
 
 inline constexpr std::uint32_t kSeed = 1234567;
@@ -110,7 +112,7 @@ struct Truth {
 
 struct Inputs {
   std::vector<double> q, k, v, left, right, dout, dlse, x, xq;  // x, xq: positions [B, H, S] and [B, H, T], if any
-  std::vector<std::int64_t> key_range, query_start;
+  std::vector<std::int64_t> key_range, query_start, query_range;
 };
 
 inline std::uint32_t mix(std::uint32_t x) {
@@ -147,6 +149,14 @@ inline std::int64_t start_of(const Case& c, const Inputs& x, std::int64_t b) {
   return c.starts.empty() ? c.S - c.T : std::clamp(x.query_start[b], -kLargestStart, kLargestStart);
 }
 
+// The keys that a query sees, of those of its head.
+inline Range range_of_query(const Inputs& x, std::int64_t row, Range head, std::int64_t S) {
+  if (x.query_range.empty()) return head;
+  const std::int64_t* given = x.query_range.data() + row * 2;
+  return {std::max(head.first, std::clamp<std::int64_t>(given[0], 0, S)),
+          std::min(head.end, std::clamp<std::int64_t>(given[1], 0, S))};
+}
+
 inline Truth define(const Case& c, const Inputs& x) {
   Truth t{std::vector<double>(x.dout.size()), std::vector<double>(x.dlse.size()), std::vector<double>(x.q.size()),
           std::vector<double>(x.k.size()),    std::vector<double>(x.v.size()),    std::vector<double>(x.left.size()),
@@ -156,8 +166,8 @@ inline Truth define(const Case& c, const Inputs& x) {
   for (std::int64_t b = 0; b < c.B; ++b) {
     for (std::int64_t h = 0; h < c.H; ++h) {
       const std::int64_t g = h / (c.H / c.G), bh = b * c.H + h, key_row = (b * c.G + g) * c.S;
-      const auto [first, end] = range_of(c, x, b, g);
       for (std::int64_t i = 0; i < c.T; ++i) {
+        const auto [first, end] = range_of_query(x, b * c.T + i, range_of(c, x, b, g), c.S);
         const std::int64_t row = bh * c.T + i, position = start_of(c, x, b) + i;
         double high = -kInf, sum = 0;
         for (std::int64_t s = first; s < end; ++s) {
@@ -268,6 +278,14 @@ inline Inputs draw(const Case& c, bool narrow) {
     x.key_range.insert(x.key_range.end(), chosen, chosen + 2);
   }
   x.query_start = c.starts;
+  for (std::int64_t row = 0; row < c.B * c.T && (c.window >= 0 || c.scattered); ++row) {
+    const std::int64_t p = start_of(c, x, row / c.T) + row % c.T;
+    const std::int64_t at = static_cast<std::int64_t>(random() % static_cast<unsigned>(S + 9)) - 4;
+    const std::int64_t length = row % 7 == 3 ? 0 : static_cast<std::int64_t>(random() % static_cast<unsigned>(S + 1));
+    const std::int64_t first = c.scattered ? at : p - c.window;
+    const std::int64_t end = c.scattered ? at + length : p + c.window / 2 + 1;
+    x.query_range.insert(x.query_range.end(), {row % 31 == 30 ? kLow : first, row % 29 == 28 ? kHigh : end});
+  }
   if (c.standing != Standing::counted) give_positions(c, random, x);
   return x;
 }
@@ -325,6 +343,7 @@ struct Arrays {
     call.right = c.causal ? nullptr : right.data();
     call.key_range = c.ranges ? x.key_range.data() : nullptr;
     call.query_start = c.starts.empty() ? nullptr : x.query_start.data();
+    call.query_range = x.query_range.empty() ? nullptr : x.query_range.data();
     call.scale = 1 / std::sqrt(static_cast<double>(c.D));
     call.dropout = c.dropout;
     call.tolerance = sizeof(W) == 4 ? 1e-7 : 1e-16;

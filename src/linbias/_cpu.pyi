@@ -35,6 +35,7 @@ class Call:
         left: int,
         right: int = 0,
         key_range: int = 0,
+        query_range: int = 0,
         query_start: int = 0,
         key_bound: int = 0,
         positions: Array = ...,

@@ -114,9 +114,9 @@ def _run(
         None if side is None else np.ascontiguousarray(np.broadcast_to(side, (B, H)), wide)
         for side in (filled["left"], filled["right"])
     )
-    ranges, starts = (
+    ranges, starts, of_queries = (
         None if x is None else np.ascontiguousarray(x, np.int64)
-        for x in (filled["key_range"], filled["query_start"])
+        for x in (filled["key_range"], filled["query_start"], filled["query_range"])
     )
     x, xq, bias = None, None, np.zeros((), wide)
     if request.positions is not None:
@@ -146,6 +146,7 @@ def _run(
         right=_address(right),
         key_range=_address(ranges),
         query_start=_address(starts),
+        query_range=_address(of_queries),
         positions=_places(x),
         query_positions=_places(xq),
         scale=problem.scale,

@@ -287,7 +287,7 @@ def _sums(inputs: Inputs) -> tuple[Float64, Float64] | None:
     """`log_sums` of all heads, [B, H, S], to the left and right; None without positions."""
     if inputs.positions is None:
         return None
-    shape, inside = inputs.positions.shape[:2], ~inputs.hidden.all(2)
+    shape, inside = inputs.positions.shape[:2], np.any(~inputs.hidden, axis=2)
     # A hidden side, of infinite slope, is never read.
     left, right = (
         np.broadcast_to(np.where(np.isinf(s), 0.0, s), shape) for s in (inputs.left, inputs.right)

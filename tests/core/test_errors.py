@@ -189,7 +189,7 @@ NUMPY = {
         (on(is_causal=True), "attention: there is no argument is_causal; say causal"),
         (explain(key_rnge=None), r"explain: there is no .* key_rnge; did you mean key_range\?"),
         (lambda: linbias.cpu.attention(ONES, ONES, ONES, window_size=3),
-         "attention: there is no argument window_size; far keys"),
+         "attention: there is no argument window_size; say window"),
         (lambda: linbias.cpu.attention(ONES, ONES, ONES, mask=FLAT > 0),
          "attention: there is no argument mask; say key_range"),
         (lambda: linbias.near_to_far.attention(ONES, ONES, ONES, mask=FLAT > 0),

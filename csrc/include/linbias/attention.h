@@ -33,6 +33,7 @@ struct Call {
   const void* right = nullptr;              // likewise, or null: causal
   const std::int64_t* key_range = nullptr;  // [B, G, 2], first and one past last, clamped to [0, S]; or null: all keys
   const std::int64_t* query_start = nullptr;  // [B], clamped to +-kLargestStart; or null: S - T
+  const std::int64_t* query_range = nullptr;  // [B, T, 2], likewise: the keys of each query, of those of its head
   const void* key_bound = nullptr;            // [B, G], wide: at least |k| of every key, all of them finite; or null
   Array positions;        // [B, H, S], double: of the keys of a query head, never falling; or no data: counted
   Array query_positions;  // [B, H, T], likewise, with positions: each between those of its own key and of the next
@@ -65,6 +66,8 @@ inline constexpr std::int64_t kBlockKeys = 64;
 //
 //     from            first + (near_first - visited[0]) * kBlockKeys
 //     up to min(end,  first + (near_end   + visited[1]) * kBlockKeys)    one past the last
+//
+// of which it left out blocks that none of its queries sees (query_range).
 //
 // Calls of few queries that will not be differentiated read row by row, each its own keys, and leave `visited` as it
 // is.

@@ -125,6 +125,7 @@ struct Bfloat16Biased {
   double positions[kKeys], nearest = 0;  // positioned: those of the keys, and, far, of the nearest
   Simd<float>::Doubles query_positions{};
   bool hidden[2];
+  Floats first{}, last = broadcast(static_cast<float>(kKeys));  // limited: the keys that each query sees of itself
   int64_t end_shown;  // keys from here on are hidden from the group; a multiple of 32
 
   Bfloat16Biased(const Tile<float>& of, int64_t at)
@@ -174,11 +175,25 @@ struct Bfloat16Biased {
       away = to_the_left ? -slope[kLeft] * (beyond - offsets[kKeys - 1]) : slope[kRight] * beyond;
       return;
     }
+    const int64_t limit = tile.limited ? find_limits(group) : kKeys;
     if (!finite) return;
-    const int64_t last = from + smaller_of(tile.rows - group * kLanes16, kLanes16) - 1;
+    const int64_t own = from + smaller_of(tile.rows - group * kLanes16, kLanes16) - 1;
     end_shown = smaller_of(kKeys, round_up(num_keys, kDeep));
-    if (hidden[kRight]) end_shown = smaller_of(end_shown, round_up(larger_of(last + 1, 0), kDeep));
-    end_shown = larger_of(end_shown, 0);
+    if (hidden[kRight]) end_shown = smaller_of(end_shown, round_up(larger_of(own + 1, 0), kDeep));
+    end_shown = clamp(end_shown, 0, round_up(limit, kDeep));
+  }
+
+  // Find the keys of the block that each query of a group sees of itself; returns the end of those that any does.
+  int64_t find_limits(int64_t group) {
+    int64_t limit = 0;
+    for (int lane = 0; lane < kLanes16; ++lane) {
+      const int64_t row = group * kLanes16 + lane, from = clamp(tile.row_first[row] - block * kKeys, 0, kKeys),
+                    to = clamp(tile.row_end[row] - block * kKeys, 0, kKeys);
+      first[lane] = static_cast<float>(from);
+      last[lane] = static_cast<float>(to);
+      if (from < to) limit = larger_of(limit, to);
+    }
+    return limit;
   }
 
   // How many keys the queries stand beyond key s.
@@ -231,6 +246,7 @@ struct Bfloat16Biased {
       if (hidden[kLeft]) y = back > 0.0f ? lowest : y;
       if (hidden[kRight]) y = back < 0.0f ? lowest : y;
     }
+    if (tile.limited) y = (Lanes)(kNumbers.of[s] < first) | (Lanes)(kNumbers.of[s] >= last) ? lowest : y;
     return s < num_keys ? y : lowest;
   }
 

@@ -89,6 +89,7 @@ def describe_call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         key_range = key_range.to(torch.int64)
     if query_start is not None:
         query_start = query_start.to(torch.int64)
+    query_range = None if inputs.query_range is None else inputs.query_range.to(torch.int64)
     if key_bound is not None:
         key_bound = key_bound.to(left.dtype)
     drawn = [0, 0, 0]
@@ -110,6 +111,7 @@ def describe_call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         right=address(right, copies),
         key_range=address(key_range, copies),
         query_start=address(query_start, copies),
+        query_range=address(query_range, copies),
         key_bound=address(key_bound, copies),
         positions=_places(inputs.positions, copies),
         query_positions=_places(inputs.query_positions, copies),
