@@ -44,6 +44,16 @@ inline int64_t most_keys(const Call& call) {
   return most;
 }
 
+// The length of the longest range of a query.
+inline int64_t most_seen(const Call& call) {
+  int64_t most = 0;
+  for (int64_t row = 0; row < call.B * call.T; ++row) {
+    const QueryRange range(call, row / call.T, row % call.T, 0, call.S);
+    most = larger_of(most, range.end - range.first);
+  }
+  return most;
+}
+
 // The key at which query t of batch row b stands, which may be none that there is.
 inline int64_t order_of(const Call& call, int64_t b, int64_t t) {
   return (call.query_start ? clamp(call.query_start[b], -kLargestStart, kLargestStart) : call.S - call.T) + t;

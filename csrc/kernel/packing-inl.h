@@ -14,13 +14,14 @@ namespace {
 // How the keys and values of a call are packed.
 struct Packing {
   // Up to here packed heads stay in a core's second cache; a certificate that can leave out this little is not worth
-  // asking for.
-  static constexpr int64_t kBytesByHead = 1 << 20, kFewBlocks = 4;
+  // asking for. Nor is the spread of blocks worth it where no query sees more than kManyKeys keys by its own range.
+  static constexpr int64_t kBytesByHead = 1 << 20, kFewBlocks = 4, kManyKeys = 1024;
 
   int64_t num_blocks, rows;  // of the head that shows the most keys
   bool backward;
-  bool skips;    // whether blocks may be left out
-  bool certify;  // whether a certificate says which: forward asks, backward takes what forward found
+  bool skips;      // whether blocks may be left out
+  bool certify;    // whether a certificate says which: forward asks, backward takes what forward found
+  bool by_spread;  // whether queries see so many keys that the spread of blocks can save some of them
   bool by_head = false;
 
   Packing(const Call& call, bool for_backward)
@@ -28,7 +29,8 @@ struct Packing {
         rows(num_blocks * kKeys),
         backward(for_backward),
         skips(num_blocks > kFewBlocks),
-        certify(skips && !backward) {}
+        certify(skips && !backward),
+        by_spread(certify && (!call.query_range || most_seen(call) > kManyKeys)) {}
 
   // Whether heads whose keys and values take so many bytes stay in a worker's cache.
   bool is_small(int64_t bytes_per_key) const { return rows <= kBytesByHead / larger_of(bytes_per_key, 1); }
@@ -153,7 +155,7 @@ struct PackTask {
   // Pack some blocks, and measure each while it is in the cache.
   void pack(int64_t index, int64_t slot, int64_t from, int64_t to, int worker) const {
     const Head<W>& head = packed.heads.data[index];
-    const bool measure_spread = packed.certify && has_a_long_window(index);
+    const bool measure_spread = packed.by_spread && has_a_long_window(index);
     for (int64_t block = from; block < smaller_of(to, head.num_blocks); ++block) {
       pack_block(index, slot, block);
       if (packed.certify) {

@@ -141,10 +141,13 @@ struct Tile {
     return side == kLeft ? block >= 0 && (block + 1) * kKeys > first_seen : block * kKeys < end_seen;
   }
 
-  // Whether a block lies wholly to one side of every row, which all see it whole, with no padding in it.
+  // Whether a block lies wholly to one side of every row, with no padding in it.
   bool is_far(int64_t block) const {
-    return (block < near_first || block > near_last) && block * kKeys >= first_whole &&
-           (block + 1) * kKeys <= end_whole;
+    return (block < near_first || block > near_last) && (block + 1) * kKeys <= head->num_keys;
+  }
+  // Whether some row's own range hides keys of a block.
+  bool is_masked(int64_t block) const {
+    return limited && !(block * kKeys >= first_whole && (block + 1) * kKeys <= end_whole);
   }
 
   // How many keys of a block some row may see, from its first on.
@@ -161,7 +164,7 @@ template <typename W>
 struct Biased {
   static constexpr int kLanes = Simd<W>::kLanes, kVectors = kKeys / kLanes;
   Vector<W> ramp;
-  bool far, positioned;
+  bool far, masked, positioned;
   W one_slope, end;
   const Tile<W>& tile;
   int64_t first_key;
@@ -171,6 +174,7 @@ struct Biased {
   LINBIAS_INLINE Biased(const Tile<W>& t, int64_t block) : tile(t), first_key(block * kKeys) {
     for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<W>(i);
     far = t.is_far(block);
+    masked = t.is_masked(block);
     one_slope = block > t.near_last ? -t.slope[kRight] : t.slope[kLeft];
     end = static_cast<W>(t.head->num_keys - first_key);
     positioned = t.positions != nullptr;
@@ -200,26 +204,27 @@ struct Biased {
   }
 
   LINBIAS_INLINE void row(int64_t i, const W* score, Vector<W> (&x)[kVectors]) const {
+    const Vector<W> lowest = broadcast(-kInfinity<W>);
     if (far) {
 #pragma GCC unroll 16
       for (int j = 0; j < kVectors; ++j) x[j] = load(score + j * kLanes) - one_slope * distances(i, j);
-      return;
+    } else {
+      for (int j = 0; j < kVectors; ++j) {
+        const Vector<W> back = order(i, j), distance = positioned ? distances(i, j) : back;
+        Vector<W> y = load(score + j * kLanes);
+        y -= distance > W{0} ? tile.slope[kLeft] * distance : -tile.slope[kRight] * distance;
+        if (tile.hidden[kLeft]) y = back > W{0} ? lowest : y;
+        if (tile.hidden[kRight]) y = back < W{0} ? lowest : y;
+        x[j] = ramp + static_cast<W>(j * kLanes) >= end ? lowest : y;
+      }
     }
-    const Vector<W> lowest = broadcast(-kInfinity<W>);
-    W first = 0, last = end;
-    if (tile.limited) {
-      first = static_cast<W>(clamp(tile.row_first[i] - first_key, 0, kKeys));
-      last = static_cast<W>(clamp(tile.row_end[i] - first_key, 0, kKeys));
-    }
+    if (!masked) return;
+    const W first = static_cast<W>(clamp(tile.row_first[i] - first_key, 0, kKeys));
+    const W last = static_cast<W>(clamp(tile.row_end[i] - first_key, 0, kKeys));
     for (int j = 0; j < kVectors; ++j) {
       const Vector<W> key = ramp + static_cast<W>(j * kLanes);
-      const Vector<W> back = order(i, j), distance = positioned ? distances(i, j) : back;
-      Vector<W> y = load(score + j * kLanes);
-      y -= distance > W{0} ? tile.slope[kLeft] * distance : -tile.slope[kRight] * distance;
-      if (tile.hidden[kLeft]) y = back > W{0} ? lowest : y;
-      if (tile.hidden[kRight]) y = back < W{0} ? lowest : y;
-      y = key >= last ? lowest : y;
-      x[j] = key < first ? lowest : y;
+      x[j] = key < first ? lowest : x[j];
+      x[j] = key >= last ? lowest : x[j];
     }
   }
 };

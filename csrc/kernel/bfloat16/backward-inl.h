@@ -152,7 +152,7 @@ struct Bfloat16BackwardWork {
         if (shown > 0 && negligible.of[group]) {
           biased.turn_to(group);
           const float* scores = scratch.score + (group - first) * kGroupScores;
-          negligible.of[group] = biased.finite && biased.far &&
+          negligible.of[group] = biased.finite && biased.far && !biased.masked &&
                                  biased.fits_bits(load(scratch.pivot + group * kLanes16)) &&
                                  is_group_negligible(biased, group, allowance, scores, scratch);
           if (negligible.of[group]) shown = 0;
@@ -210,7 +210,7 @@ struct Bfloat16BackwardWork {
       store<float>(scores + s * kLanes16, Biased::large_score(score, load(scratch.row_max + of.group * kLanes16)) -
                                               load(scratch.log_sum_bits + of.group * kLanes16));
     }
-    if (fits_bits && biased.far && !(call.dropout > 0)) {
+    if (fits_bits && biased.far && !biased.masked && !(call.dropout > 0)) {
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
         return biased.far_score(load(scores + s * kLanes16), s, base);
       };
@@ -222,7 +222,9 @@ struct Bfloat16BackwardWork {
     const auto score = [&](int64_t s) __attribute__((always_inline)) {
       const Floats product = load(scores + s * kLanes16);
       if (!fits_bits) return product;
-      return biased.far ? biased.far_score(product, s, base) : biased.near_score(product, s) - pivot;
+      if (!biased.far) return biased.near_score(product, s) - pivot;
+      const Floats score = biased.far_score(product, s, base);
+      return biased.masked ? biased.unless_masked(score, s) : score;
     };
     if (call.dropout > 0) {
       const Bfloat16Dropout dropout(tile, biased.block);

@@ -75,7 +75,7 @@ struct Bfloat16ForwardWork {
         if (groups.shown[group] == 0) continue;
         biased.turn_to(group);
         float* scores = scratch.score + (group - first) * kGroupScores;
-        if (negligible.of[group] && biased.finite && biased.far &&
+        if (negligible.of[group] && biased.finite && biased.far && !biased.masked &&
             biased.fits_bits(load(scratch.pivot + group * kLanes16)) &&
             is_group_negligible(biased, group, allowance, scores, scratch)) {
           groups.shown[group] = 0;
@@ -99,8 +99,12 @@ struct Bfloat16ForwardWork {
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
         return biased.far_score(load(scores + s * kLanes16), s, base);
       };
-      const Floats added = plain ? round_weights<true>(biased, group, kKeys, score, pairs)
-                                 : round_weights<false>(biased, group, kKeys, score, pairs);
+      const auto masked = [&](int64_t s) __attribute__((always_inline)) { return biased.unless_masked(score(s), s); };
+      const auto add = [&](int64_t shown, const auto& of) {
+        return plain ? round_weights<true>(biased, group, shown, of, pairs)
+                     : round_weights<false>(biased, group, shown, of, pairs);
+      };
+      const Floats added = biased.masked ? add(biased.end_shown, masked) : add(kKeys, score);
       if (in_all_lanes((Lanes)(added < kHeadroom))) {
         store<float>(sums, load(sums) + added);
         return added;

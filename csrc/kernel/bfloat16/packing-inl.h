@@ -86,7 +86,7 @@ struct Bfloat16PackTask : PackTask<float, In> {
 
   void pack(int64_t index, int64_t slot, int64_t from, int64_t to, int worker) const {
     const Head<float>& head = packed.heads.data[index];
-    const bool measure_spread = packed.certify && this->has_a_long_window(index);
+    const bool measure_spread = packed.by_spread && this->has_a_long_window(index);
     MatrixUnit unit;
     for (int64_t block = from; block < smaller_of(to, head.num_blocks); ++block) {
       const In* k = this->keys_of(index) + block * kKeys * call.k.row;

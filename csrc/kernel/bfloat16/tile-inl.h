@@ -112,7 +112,7 @@ template <bool kFine>
 struct Bfloat16Biased {
   const Tile<float>& tile;
   const int64_t block, num_keys;                                      // of the head from this block on
-  const bool far, finite, positioned;                                 // positioned: keys stand at given positions
+  const bool far, masked, finite, positioned;                         // positioned: keys stand at given positions
   static constexpr float kUnit = kFine ? 1.0f : Simd<float>::kLog2e;  // of scores
   static constexpr float kSteepest = 3e38f;                           // finite, so that it is 0 times a distance of 0
   static constexpr float kLarge = 0x1p14f;
@@ -125,14 +125,15 @@ struct Bfloat16Biased {
   double positions[kKeys], nearest = 0;  // positioned: those of the keys, and, far, of the nearest
   Simd<float>::Doubles query_positions{};
   bool hidden[2];
-  Floats first{}, last = broadcast(static_cast<float>(kKeys));  // limited: the keys that each query sees of itself
-  int64_t end_shown;  // keys from here on are hidden from the group; a multiple of 32
+  Floats first{}, last{};  // masked: the keys of the block that each query sees of itself
+  int64_t end_shown;       // keys from here on are hidden from the group; a multiple of 32
 
   Bfloat16Biased(const Tile<float>& of, int64_t at)
       : tile(of),
         block(at),
         num_keys(of.head->num_keys - at * kKeys),
         far(of.is_far(at)),
+        masked(of.is_masked(at)),
         finite(of.head->radius[at] == of.head->radius[at]),
         positioned(of.positions != nullptr),
         scale(static_cast<float>(of.call->scale / scale_of_queries(*of.call) * kUnit)) {
@@ -169,18 +170,18 @@ struct Bfloat16Biased {
     }
     end_shown = kKeys;
     if (positioned) __builtin_memcpy(&query_positions, tile.query_positions + group * kLanes16, sizeof query_positions);
+    if (masked) end_shown = round_up(find_limits(group), kDeep);
     if (far) {
       const bool to_the_left = block <= tile.near_last;
       beyond = positioned ? __builtin_convertvector(query_positions - nearest, Floats) : relative;
       away = to_the_left ? -slope[kLeft] * (beyond - offsets[kKeys - 1]) : slope[kRight] * beyond;
       return;
     }
-    const int64_t limit = tile.limited ? find_limits(group) : kKeys;
     if (!finite) return;
     const int64_t own = from + smaller_of(tile.rows - group * kLanes16, kLanes16) - 1;
-    end_shown = smaller_of(kKeys, round_up(num_keys, kDeep));
+    end_shown = smaller_of(end_shown, round_up(num_keys, kDeep));
     if (hidden[kRight]) end_shown = smaller_of(end_shown, round_up(larger_of(own + 1, 0), kDeep));
-    end_shown = clamp(end_shown, 0, round_up(limit, kDeep));
+    end_shown = larger_of(end_shown, 0);
   }
 
   // Find the keys of the block that each query of a group sees of itself; returns the end of those that any does.
@@ -228,6 +229,12 @@ struct Bfloat16Biased {
     else return product * scale + (base + further[s]);
   }
 
+  // -inf for queries whose own ranges hide key s.
+  LINBIAS_INLINE Floats unless_masked(Floats score, int64_t s) const {
+    const Lanes hidden = (Lanes)(kNumbers.of[s] < first) | (Lanes)(kNumbers.of[s] >= last);
+    return hidden ? broadcast(-kInfinity<float>) : score;
+  }
+
   static LINBIAS_INLINE Floats weight(Floats score) {
     return power_of_two<kFine>(kFine ? score * Simd<float>::kLog2e : score);
   }
@@ -246,7 +253,7 @@ struct Bfloat16Biased {
       if (hidden[kLeft]) y = back > 0.0f ? lowest : y;
       if (hidden[kRight]) y = back < 0.0f ? lowest : y;
     }
-    if (tile.limited) y = (Lanes)(kNumbers.of[s] < first) | (Lanes)(kNumbers.of[s] >= last) ? lowest : y;
+    if (masked) y = unless_masked(y, s);
     return s < num_keys ? y : lowest;
   }
 
@@ -298,8 +305,9 @@ struct QueryGroups {
   QueryGroups(Biased& biased, int64_t from, int64_t to)
       : first(from), end(smaller_of(to, round_up(biased.tile.rows, kLanes16) / kLanes16)) {
     for (int64_t group = first; group < end; ++group) {
-      if (!biased.far) biased.turn_to(group);
-      shown[group] = biased.far ? kKeys : biased.end_shown;
+      const bool whole = biased.far && !biased.masked;
+      if (!whole) biased.turn_to(group);
+      shown[group] = whole ? kKeys : biased.end_shown;
     }
   }
 

@@ -21,6 +21,7 @@ ABILITIES = Abilities(
     runs_on="any PyTorch device",
     how="near to far in PyTorch operations",
     memory="linear in length",
+    has=("positions", "dropout", "transformed", "query_range"),
 )
 why_not = ABILITIES.lacks
 # Of a start that comes unchecked, as any under a compiler: `arange` counts in float64.
@@ -116,6 +117,7 @@ def _groups(inputs: Inputs) -> Iterator[Group]:
                 kv_head=g,
                 keys=keys,
                 shift=shift,
+                ranges=_of_keys(inputs.query_range, rows, keys),
                 x=_of_heads(inputs.positions, rows, heads, keys),
                 xq=_of_heads(inputs.query_positions, rows, heads, slice(None)),
             )
@@ -134,6 +136,13 @@ def _parts(inputs: Inputs, g: int) -> Iterator[tuple[slice, slice, int]]:
     for b, (first, end, start) in enumerate(limits[:1] if together else limits):
         rows = slice(None) if together else slice(b, b + 1)
         yield rows, slice(first, end), start - first
+
+
+def _of_keys(ranges: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
+    """The ranges [B, T, 2] of some batch rows, counted from the first of these keys."""
+    if ranges is None:
+        return None
+    return ranges[rows].clamp(keys.start, keys.stop) - keys.start
 
 
 def _of_group(slope: Tensor, rows: slice, heads: slice) -> Tensor:

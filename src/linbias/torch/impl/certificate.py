@@ -51,16 +51,28 @@ class Certificate:
             for slope in self.slopes
         ]
 
-    def about(self, q: Tensor, start: int, shift: int) -> "Question":
-        """Ask about the rows q [B, n, rows, D], times scale, from `start` on."""
-        return Question(self, q, start, shift)
+    def about(
+        self, q: Tensor, start: int, shift: int, ranges: Tensor | None = None
+    ) -> "Question":
+        """Ask about the rows q [B, n, rows, D], times scale, from `start` on.
+
+        ranges: [B, rows, 2], the keys that each row sees; None is all.
+        """
+        return Question(self, q, start, shift, ranges)
 
 
 class Question:
     """The rows of one tile: may their heads stop here?"""
 
-    def __init__(self, certificate: Certificate, q: Tensor, start: int, shift: int) -> None:
-        self.certificate = certificate
+    def __init__(
+        self,
+        certificate: Certificate,
+        q: Tensor,
+        start: int,
+        shift: int,
+        ranges: Tensor | None,
+    ) -> None:
+        self.certificate, self.ranges = certificate, ranges
         self.positions = torch.arange(q.shape[2], device=q.device) + (start + shift)
         if certificate.xq is not None:
             self.positions = certificate.xq[..., start : start + q.shape[2]]
@@ -95,7 +107,11 @@ class Question:
         best = self.base[:, heads] + self.q_norm[:, heads] * reach[:, nearest, None, None]
         tail = best - slope * distance * (1 - certificate.slack) + log_count
         allowed = certificate.log_share + lse
-        return ((tail <= allowed) & (slope > 0)).all(-1).all(0)
+        covered = (tail <= allowed) & (slope > 0)
+        if self.ranges is not None:  # a row without keys out there loses nothing
+            first, end = self.ranges[:, None].unbind(-1)
+            covered |= ~((first < end) & ((first <= nearest) if side == LEFT else (end > nearest)))
+        return covered.all(-1).all(0)
 
 
 def log_sums(x: Tensor, slope: Tensor) -> Tensor:

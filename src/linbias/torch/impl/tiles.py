@@ -75,6 +75,7 @@ class Group:
     kv_head: int
     keys: slice
     shift: int
+    ranges: Tensor | None  # [B, T, 2]: the keys of each row, from the first of `keys`; None: all
     x: Tensor | None  # [B, 1 or n, S], float64: where keys stand; None: key s at s
     xq: Tensor | None  # [B, 1 or n, T], likewise: queries
 
@@ -84,6 +85,24 @@ class Group:
         step = tile_rows(n)
         starts = range(0, T, step)
         return [Tile(t, min(T, t + step), self.shift, self.k.shape[1]) for t in starts]
+
+    def seen(self, tile: Tile) -> tuple[int, int]:
+        """The first and one past the last key that some row of a tile has in its range."""
+        if self.ranges is None:
+            return 0, tile.num_keys
+        first, end = self.ranges[:, tile.rows].unbind(-1)
+        some = first < end
+        if not some.any():
+            return 0, 0
+        return int(first[some].min()), int(end[some].max())
+
+    def mask(self, score: Tensor, tile: Tile, keys: tuple[int, int]) -> Tensor:
+        """-inf for keys outside the range of their row, in place: [B, heads, rows, keys]."""
+        if self.ranges is None:
+            return score
+        first, end = self.ranges[:, None, tile.rows].split(1, dim=-1)
+        key = torch.arange(*keys, device=score.device)
+        return score.masked_fill_((key < first) | (key >= end), -torch.inf)
 
     def order(self, tile: Tile, keys: tuple[int, int]) -> Tensor:
         """[rows, keys], by how many keys each lies before a row: exact up to 2^24 (or 2^53)."""
@@ -120,7 +139,7 @@ class Group:
             else:
                 # 0 * inf would be NaN: a query always sees its own position.
                 score.sub_(torch.where(reach > 0, slope * reach, 0.0))
-        return score
+        return self.mask(score, tile, tile.near)
 
     def near_slope(self, order: Tensor) -> Tensor:
         """[B or 1, n, rows, keys]: slopes, less than 0 to the right, 0 for a hidden side."""
@@ -143,10 +162,10 @@ class Group:
         assert slope is not None, "nothing lies to the right of a causal row"
         slope, distance = slope[:, heads], self.distance(tile, keys, heads)
         if self.x is None:
-            return score.addcmul_(slope, distance, value=sign)
+            return self.mask(score.addcmul_(slope, distance, value=sign), tile, keys)
         # A distance may be 0, and 0 * inf would be NaN.
         score.addcmul_(_finite(slope), distance, value=sign)
-        return score.masked_fill_(slope.isinf(), -torch.inf)
+        return self.mask(score.masked_fill_(slope.isinf(), -torch.inf), tile, keys)
 
     def drop(
         self, weight: Tensor, tile: Tile, keys: tuple[int, int], heads: Tensor | slice
@@ -166,7 +185,8 @@ def forward_tile(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out [B, n, rows, E], row_max, log_sum, and the visited blocks [n, 2] of one tile."""
     q = group.q[:, :, tile.rows].to(group.k.dtype) * group.scale
-    question = certificate.about(q, tile.start, tile.shift)
+    ranges = None if group.ranges is None else group.ranges[:, tile.rows]
+    question = certificate.about(q, tile.start, tile.shift, ranges)
     B, n, rows, _ = q.shape
     acc = q.new_zeros(B, n, rows, group.v.shape[2])
     row_max = q.new_full((B, n, rows, 1), -torch.inf)
@@ -183,14 +203,16 @@ def forward_tile(
         dropped = group.drop(weight, tile, keys, heads)
         acc[:, heads] = acc[:, heads] * shrink + _rows_times(dropped, group.v[:, slice(*keys)])
 
-    visited = torch.zeros(n, 2, dtype=torch.int32)
-    if tile.near[0] < tile.near[1]:
+    visited, seen = torch.zeros(n, 2, dtype=torch.int32), group.seen(tile)
+    if _meet(tile.near, seen):
         visit(group.near_score(q, tile), tile.near, slice(None))
     open_heads = certificate.open_heads()
     for side, index, keys in tile.outwards():
         if not open_heads[side].numel():
             if not open_heads[LEFT].numel() + open_heads[RIGHT].numel():
                 break
+            continue
+        if not _meet(keys, seen):
             continue
         nearest = keys[1] - 1 if side == LEFT else keys[0]
         heads = open_heads[side]
@@ -244,7 +266,8 @@ def backward_tile(
             pulls[0][:, heads, slice(*keys)] += pulled.sum(-2)
             pulls[1][:, heads] -= pulled.sum(-1)
 
-    if tile.near[0] < tile.near[1]:
+    seen = group.seen(tile)
+    if _meet(tile.near, seen):
         dscore = visit(group.near_score(q, tile), tile.near, slice(None))
         distance = group.distance(tile, tile.near, slice(None))
         dleft -= (dscore * distance.clamp(min=0)).sum((-1, -2))
@@ -255,7 +278,7 @@ def backward_tile(
     for side, index, keys in tile.outwards():
         if index >= max(most):
             break
-        if index >= most[side]:
+        if index >= most[side] or not _meet(keys, seen):
             continue
         heads = (visited[:, side] > index).nonzero().squeeze(-1).to(q.device)
         selected = heads if heads.numel() < q.shape[1] else slice(None)
@@ -267,6 +290,10 @@ def backward_tile(
             dright[:, selected] += moment
         pull(dscore, group.far_slope(side, selected), keys, selected)
     return dq * group.scale, dleft, dright
+
+
+def _meet(keys: tuple[int, int], others: tuple[int, int]) -> bool:
+    return max(keys[0], others[0]) < min(keys[1], others[1])
 
 
 def _rows_times(rows: Tensor, matrix: Tensor) -> Tensor:
