@@ -51,9 +51,7 @@ class Certificate:
             for slope in self.slopes
         ]
 
-    def about(
-        self, q: Tensor, start: int, shift: int, ranges: Tensor | None = None
-    ) -> "Question":
+    def about(self, q: Tensor, start: int, shift: int, ranges: Tensor | None = None) -> "Question":
         """Ask about the rows q [B, n, rows, D], times scale, from `start` on.
 
         ranges: [B, rows, 2], the keys that each row sees; None is all.
