@@ -41,8 +41,8 @@ TOLERANCE = {
 
 LARGEST_START = 2**30
 
-# 16 bits cannot tell far positions apart, nor can float64 beyond 2^53: integers may lie farther from
-# 0, for their differences are formed before they become floats.
+# 16 bits cannot tell far positions apart, nor can float64 beyond 2^53; of integers, which may lie
+# farther from 0, differences are formed first.
 POSITION_TYPES = (
     "float32",
     "float64",
@@ -186,6 +186,7 @@ class Problem:
     added: bool = False  # the mask holds numbers, which are added to the scores
     positions: bool = False  # keys stand at real numbers
     query_positions: bool = False  # and queries do, instead of at keys
+    any_order: bool = False  # keys or queries stand in another order than that of their arrays
     lse: bool = False  # lse is asked for
     gradients: bool = False  # the result will be differentiated
     slope_gradients: bool = False  # by slopes, too

@@ -242,7 +242,7 @@ NUMPY = {
          r" \[B, H, S\] = \[1, 2, 3\], got \[1, 2\]"),
         (at([0, 1, 2], [0, 1]), r"query_positions must .* \[T\] = \[3\], .*, got \[1, 2\]"),
         (at(None, [0, 1, 2]), "query_positions lie among positions of keys; give positions too"),
-        (at([0, np.nan, 2]), r"positions must be numbers within 2\^53 of 0 .*, got nan at \[0, 1\]"),
+        (at([0, np.nan, 2]), r"must be numbers within 2\^53 of 0 .*, got nan at \[0, 1\]"),
         (at([0, 1.7e18, 2]), r"numbers within 2\^53 of 0 \(or integers within 2\^53 of each"
          r" other\), got 1.7e\+18 at \[0, 1\]"),
         (at(np.array([0, "NaT", 2], "datetime64[s]")), r"positions must .*, got nan at \[0, 1\]"),
@@ -259,8 +259,8 @@ NUMPY = {
          " of 3; say where with query_positions"),
         (at([0, 1, 2], query_start=1), "query 2 of batch row 0 would stand at key 3 of 3"),
         (at([0, 4, 9], [3, 3.5, 9]), "query_positions must be at least that of every key before"
-         r" the query, got 3.5 at \[0, 1\] where key 1 stands at 4; causal=False without query_start"
-         " finds them by itself"),
+         r" the query, got 3.5 at \[0, 1\] where key 1 stands at 4; causal=False without"
+         " query_start finds them by itself"),
         (at([0, 4, 9], [[0, 5, 9], [4.5, 5, 9]]), "query_positions must be at most that of every"
          r" key after the query, got 4.5 at \[0, 1, 0\] where key 1 stands at 4"),
     ],

@@ -5,7 +5,7 @@ from typing import Literal, TypedDict, Unpack, overload
 from torch import Tensor
 
 from linbias import _request
-from linbias.torch import standing
+from linbias.torch import clocks, standing
 from linbias.torch.call import Slopes, prepare, run
 from linbias.torch.impl import dense
 from linbias.torch.operators.operator import without_autocast
@@ -202,6 +202,8 @@ def attention_weights(
     refuse_share("attention_weights")
     inputs, problem = prepare("attention_weights", q, k, k, slopes, **options)
     with without_autocast(inputs.q.device):
+        if problem.any_order:
+            return clocks.attention_weights(inputs, problem)
         if problem.query_positions:
             inputs, _ = standing.stand_near(inputs)
         return dense.attention_weights(inputs)[0]
