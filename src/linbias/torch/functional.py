@@ -11,6 +11,7 @@ from linbias.torch.impl import dense
 from linbias.torch.operators.operator import without_autocast
 from linbias.torch.packed import nested
 from linbias.torch.share import refuse_share, share_here
+from linbias.torch.standing import Positions
 
 
 class Weighing(TypedDict, total=False):
@@ -22,8 +23,8 @@ class Weighing(TypedDict, total=False):
     key_range: Tensor | None
     query_start: Tensor | None
     mask: Tensor | None
-    positions: Tensor | None
-    query_positions: Tensor | None
+    positions: Positions | None
+    query_positions: Positions | None
 
 
 class Options(Weighing, total=False):

@@ -3,12 +3,16 @@
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from linbias import _stamps
 from linbias._request import Problem, Request
 from linbias.torch.operators.operator import Inputs
+
+# As a caller has them: numbers, or NumPy's datetime64 and timedelta64, which become seconds.
+Positions = Tensor | npt.ArrayLike
 
 
 def as_tensors(function: str, options: dict[str, Any], device: torch.device) -> None:
