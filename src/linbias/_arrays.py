@@ -8,7 +8,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _request
+from linbias import _request, _stamps
 from linbias._request import Described, Problem, Request
 from linbias.schedules import slopes as slopes_of_paper
 
@@ -56,6 +56,9 @@ class Inputs:
     query_positions: Float64 | None = None  # [B, H, T]
     # [B, H, T]: where a query stands that was given no position
     own_key: npt.NDArray[np.int64] | None = None
+    # Where keys [B, H, S] and queries [B, H, T] stand in the order of their positions; None: in
+    # that of the arrays.
+    ranks: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
 
     @property
     def distance(self) -> Array:
@@ -66,7 +69,10 @@ class Inputs:
 
     @property
     def order(self) -> npt.NDArray[np.int64]:
-        """[B, 1, T, S]: by how many keys the key lies before the query."""
+        """[B, 1 or H, T, S]: by how many keys the key lies before the query."""
+        if self.ranks is not None:
+            of_keys, of_queries = self.ranks
+            return of_queries[..., None] - of_keys[..., None, :]
         position = self.query_start[:, None] + np.arange(self.q.shape[2])
         return (position[..., None] - np.arange(self.k.shape[2]))[:, None]
 
@@ -117,7 +123,7 @@ def prepare(
     problem = check(function, request._replace(q=q, k=k, v=v))
     _request.warn_of_layout(function, problem)
     _request.check_slopes(function, request, np.asarray)
-    _request.check_values(function, problem, request, np.asarray)
+    in_order = _request.check_values(function, problem, request, np.asarray, any_order=True)
     B, H, G, T, S = problem.B, problem.H, problem.G, problem.T, problem.S
     filled = fill(request, problem)
     left, right = filled["left"], filled["right"]
@@ -140,6 +146,9 @@ def prepare(
         added = np.where(np.isneginf(mask), 0.0, mask).astype(np.float64)
     elif mask is not None:
         hidden = hidden | ~mask
+    standing = stand(request, problem, ranges, start)
+    if not in_order:
+        standing["ranks"] = _ranks(standing, outside, request.query_positions is None)
     return Inputs(
         q=q,
         k=k,
@@ -152,7 +161,7 @@ def prepare(
         scale=problem.scale,
         batch=batch,
         dtype=dtype,
-        **stand(request, problem, ranges, start),
+        **standing,
     )
 
 
@@ -186,6 +195,9 @@ def in_batches(
             )
     q, k, v = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in arrays)
     given: dict[str, Any] = {**options, "slopes": slopes}
+    if given.get("positions") is not None:
+        x, xq = _stamps.as_numbers(function, given["positions"], given.get("query_positions"))
+        given.update(positions=x, query_positions=xq)
     for name, value in given.items():
         if value is None or name in _request.NUMBERS:
             continue
@@ -221,7 +233,7 @@ def fill(request: Request[Array], problem: Problem) -> dict[str, Any]:
 
 def stand(
     request: Request[Array], problem: Problem, ranges: Array | None, starts: Array | None
-) -> dict[str, Array]:
+) -> dict[str, Any]:
     """Where keys and queries stand, [B, H, ...], and at which keys; 0 outside the ranges."""
     B, H, T, S = problem.B, problem.H, problem.T, problem.S
     if request.positions is None:
@@ -231,14 +243,34 @@ def stand(
     x, xq = request.positions, request.query_positions
     x = x if x.ndim == 3 else x[:, None]
     xq = xq if xq is None or xq.ndim == 3 else xq[:, None]
-    x = np.where((np.arange(S) >= first) & (np.arange(S) < end), x, 0).astype(np.float64)
+    base = _request.a_key(x, end)
+    inside = (np.arange(S) >= first) & (np.arange(S) < end)
+    x = np.where(inside, _request.less(x, base), 0)
     own_key = np.clip(starts[:, None, None] + np.arange(T), first, np.maximum(first, end - 1))
     if xq is None:
         # Without any key, or in an empty range, a query may stand anywhere.
         own_key = np.clip(own_key, 0, max(0, S - 1))
         xq = np.take_along_axis(x, own_key, -1) if S else np.zeros(())
-    xq = np.broadcast_to(xq, (B, H, T)).astype(np.float64)
+    else:
+        xq = _request.less(xq, base)
+    xq = np.broadcast_to(xq, (B, H, T))
     return {"positions": x, "query_positions": xq, "own_key": own_key}
+
+
+def _ranks(
+    standing: dict[str, Array], outside: npt.NDArray[np.bool_], at_keys: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where keys and queries stand in the order of the positions of the keys in the range.
+
+    A query stands at its own key, or at the last one that is not beyond it.
+    """
+    x, xq = standing["positions"], standing["query_positions"]
+    outside = np.repeat(outside, x.shape[1] // outside.shape[1], axis=1)
+    x = np.where(outside, np.inf, x)
+    of_keys = np.argsort(np.argsort(x, -1, kind="stable"), -1, kind="stable")
+    if at_keys:
+        return of_keys, np.take_along_axis(of_keys, standing["own_key"], -1)
+    return of_keys, (x[..., None, :] <= xq[..., None]).sum(-1) - 1
 
 
 def per_query_head(ranges: Array | None, problem: Problem) -> Array:

@@ -43,7 +43,8 @@ LARGEST_START = 2**30
 LARGEST_WINDOW = 2**30  # beyond it there is no limit; 32-bit integers have the sums
 NO_WINDOW = (-1, -1)
 
-# 16 bits cannot tell far positions apart, nor can float64 beyond 2^53.
+# 16 bits cannot tell far positions apart, nor can float64 beyond 2^53; of integers, which may lie
+# farther from 0, differences are formed first.
 POSITION_TYPES = (
     "float32",
     "float64",
@@ -191,6 +192,7 @@ class Problem:
     positions: bool = False  # keys stand at real numbers
     query_positions: bool = False  # and queries do, instead of at keys
     query_range: bool = False  # queries have ranges of keys of their own, by a window too
+    any_order: bool = False  # keys or queries stand in another order than that of their arrays
     lse: bool = False  # lse is asked for
     gradients: bool = False  # the result will be differentiated
     slope_gradients: bool = False  # by slopes, too
@@ -322,9 +324,17 @@ def check_slopes(function: str, request: Request[A], read: Callable[[A], Any]) -
 
 
 def check_values(
-    function: str, problem: Problem, request: Request[A], read: Callable[[A], Any], depth: int = 3
-) -> None:
-    """Check where keys and queries stand, as far as `read` gives values; depth as in a warning."""
+    function: str,
+    problem: Problem,
+    request: Request[A],
+    read: Callable[[A], Any],
+    depth: int = 3,
+    any_order: bool = False,
+) -> bool:
+    """Check where keys and queries stand, as far as `read` gives values; depth as in a warning.
+
+    With any_order, of those who can sort, return whether they stand in order, or are not known.
+    """
     if request.query_range is not None and (of_rows := read(request.query_range)) is not None:
         check_query_range_values(function, of_rows, problem.S)
     names = ("positions", "query_positions", "key_range", "query_start")
@@ -335,8 +345,9 @@ def check_values(
         check_key_range_values(function, ranges, problem.S)
     if starts is not None:
         check_query_start_values(function, starts)
-    if x is not None and [y is None for y in given] == [y is None for y in known]:
-        check_position_values(function, problem, x, xq, ranges, starts, depth + 1)
+    if x is None or [y is None for y in given] != [y is None for y in known]:
+        return True
+    return check_position_values(function, problem, x, xq, ranges, starts, depth + 1, any_order)
 
 
 def fill(
@@ -443,11 +454,7 @@ def _check_positions(
     function: str, name: str, array: Described, full: tuple[int, ...], device: str
 ) -> None:
     """Positions are [n], [B, n] or [B, H, n], of a type fine enough, and lie where q does."""
-    if array.dtype not in POSITION_TYPES:
-        raise TypeError(
-            f"{function}: {name} must be float32, float64 or integers, which tell far positions"
-            f" apart, got {array.dtype}"
-        )
+    check_position_type(function, name, array.dtype)
     B, H, n = full
     if not has_shape(array, (n,), (1, n), (B, n), (1, H, n), full):
         last = "S" if name == "positions" else "T"
@@ -458,6 +465,14 @@ def _check_positions(
         )
     if array.device != device:
         raise ValueError(f"{function}: {name} is on {array.device} but q is on {device}")
+
+
+def check_position_type(function: str, name: str, dtype: str) -> None:
+    if dtype not in POSITION_TYPES:
+        raise TypeError(
+            f"{function}: {name} must be float32, float64 or integers, which tell far positions"
+            f" apart, or NumPy's datetime64 or timedelta64, got {dtype}"
+        )
 
 
 def has_shape(array: Any, *allowed: tuple[int, ...]) -> bool:
@@ -688,27 +703,36 @@ def check_position_values(
     ranges: np.ndarray | None,
     starts: np.ndarray | None,
     depth: int = 3,
-) -> None:
+    any_order: bool = False,
+) -> bool:
     """Positions do not fall within a range, and a query stands between the keys beside it.
 
-    The shapes are those that `check` allows; None stands for what a call leaves open.
+    The shapes are those that `check` allows; None stands for what a call leaves open. With
+    any_order, and neither causal nor starts, they may stand otherwise: return whether they do not.
     """
     H, G, T, S = problem.H, problem.G, problem.T, problem.S
     positions = np.atleast_2d(positions)
     query_positions = None if query_positions is None else np.atleast_2d(query_positions)
+    sorts = any_order and not problem.causal and starts is None
     # What has no range or position of its own is looked at once: [B or 1, H or 1, ...].
     ranges = np.array([[0, S]]) if ranges is None else ranges
     ranges = ranges[:, None] if ranges.ndim == 2 else ranges.repeat(H // max(1, G), axis=1)
     first, end = ranges[..., :1], ranges[..., 1:]
     x = positions[:, None] if positions.ndim == 2 else positions
+    base = a_key(x, end)
     if not _in_order(x) or x.dtype == np.float32:
         inside = (np.arange(S) >= first) & (np.arange(S) < end)
-        known = _finite(function, "positions", positions, inside)
+        _refuse_far(function, "positions", positions, base, inside)
+        known = np.where(inside, x, base)
         pairs = inside[..., 1:] & inside[..., :-1]
         for b, h, s in _first(pairs & (known[..., 1:] < known[..., :-1])):
+            if sorts:
+                return False
+            way = ", or say causal=False, where any order will do" if any_order else ""
             raise ValueError(
                 f"{function}: positions must not fall, got {known[b, h, s + 1]}"
-                f" after {known[b, h, s]} at {_index(positions, b, h, s + 1)}"
+                f" after {known[b, h, s]} at {_index(positions, b, h, s + 1)}; sort keys, values"
+                f" and queries by their positions{way}"
             )
         if x.dtype == np.float32:
             _warn_of_alike(function, "positions", known, pairs, depth)
@@ -722,34 +746,61 @@ def check_position_values(
                 f"{function}: query {t} of batch row {b} would stand at key {key} of {S};"
                 " say where with query_positions"
             )
-        return
-    xq = _finite(function, "query_positions", query_positions, np.ones((1, 1, T), bool))
-    if query_positions.dtype == np.float32:
+        return True
+    _refuse_far(function, "query_positions", query_positions, base, np.ones((1, 1, T), bool))
+    xq = query_positions[:, None] if query_positions.ndim == 2 else query_positions
+    if xq.dtype == np.float32:
         _warn_of_alike(function, "query_positions", xq, np.bool_(True), depth)
     if not S:
-        return
+        return True
     before, after = np.minimum(own_key, end - 1), np.maximum(own_key + 1, first)
-    for words, key, there, sign in (
-        ("at least that of every key before the query", before, before >= first, 1),
-        ("at most that of every key after the query", after, after < end, -1),
+    for words, key, there, is_beyond in (
+        ("at least that of every key before the query", before, before >= first, np.less),
+        (
+            "at most that of every key after the query",
+            after,
+            after < end,
+            np.greater_equal if sorts else np.greater,
+        ),
     ):
         key = np.clip(key, 0, S - 1)
-        stands = np.take_along_axis(x, key, -1).astype(np.float64)
-        beyond = there & (sign * xq < sign * stands)
+        stands = np.take_along_axis(x, key, -1)
+        beyond = there & is_beyond(xq, stands)
         for b, h, t in _first(beyond):
+            if sorts:
+                return False
             x_of, k_of, s_of = (
                 np.broadcast_to(a, beyond.shape)[b, h, t] for a in (xq, key, stands)
             )
+            way = "; causal=False without query_start finds them by itself" if any_order else ""
             raise ValueError(
                 f"{function}: query_positions must be {words}, got {x_of}"
-                f" at {_index(query_positions, b, h, t)} where key {k_of} stands at {s_of}"
+                f" at {_index(query_positions, b, h, t)} where key {k_of} stands at {s_of}{way}"
             )
+    return True
+
+
+def less(x: np.ndarray, base: np.ndarray) -> npt.NDArray[np.float64]:
+    """Positions less that of `a_key`, float64: exact where both are integers."""
+    if x.dtype.kind in "iu" and base.dtype.kind in "iu":
+        return (x.astype(np.int64) - base.astype(np.int64)).astype(np.float64)
+    return x.astype(np.float64) - base.astype(np.float64)
+
+
+def a_key(x: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """[B, H, 1]: where the last key of each range stands if x [B, H, S] are integers, else 0.
+
+    Differences of integers are exact, and become floats when they are small.
+    """
+    if x.dtype.kind not in "iu" or not x.shape[-1]:
+        return np.zeros((1, 1, 1), x.dtype)
+    return np.take_along_axis(x, np.clip(end - 1, 0, x.shape[-1] - 1), -1)
 
 
 def _warn_of_alike(
     function: str,
     name: str,
-    x: npt.NDArray[np.float64],
+    x: npt.NDArray[np.float32],
     used: npt.NDArray[np.bool_] | np.bool_,
     depth: int,
 ) -> None:
@@ -764,13 +815,21 @@ def _warn_of_alike(
 
 
 def _in_order(x: np.ndarray) -> bool:
-    """Whether all of [..., n] lie within 2^53 of 0 and none falls; quick, for decode steps."""
+    """Whether all of [..., n] lie within 2^53 of 0, or integers of each other, and none falls;
+    quick, for decode steps.
+    """
     lowest, highest = x[..., :1], x[..., -1:]
-    return bool(
-        (x[..., 1:] >= x[..., :-1]).all()
-        and (lowest >= -LARGEST_POSITION).all()
-        and (highest <= LARGEST_POSITION).all()
-    )
+    if not (x[..., 1:] >= x[..., :-1]).all():
+        return False
+    if x.dtype.kind in "iu":
+        return bool((_apart(highest, lowest) <= LARGEST_POSITION).all())
+    return bool((lowest >= -LARGEST_POSITION).all() and (highest <= LARGEST_POSITION).all())
+
+
+def _apart(x: np.ndarray, y: np.ndarray) -> npt.NDArray[np.uint64]:
+    """|x - y| of integers, exact: modulo 2^64 no difference is lost."""
+    ours, theirs = x.astype(np.uint64), y.astype(np.uint64)
+    return np.where(x >= y, ours - theirs, theirs - ours)
 
 
 def _first(wrong: np.ndarray) -> npt.NDArray[np.int64]:
@@ -778,19 +837,21 @@ def _first(wrong: np.ndarray) -> npt.NDArray[np.int64]:
     return np.argwhere(wrong)[:1] if wrong.any() else np.empty((0, wrong.ndim), np.int64)
 
 
-def _finite(
-    function: str, name: str, positions: np.ndarray, used: np.ndarray
-) -> npt.NDArray[np.float64]:
-    """[B, n] or [B, H, n] -> [B, 1 or H, n], float64, checked; 0 where not used."""
+def _refuse_far(
+    function: str, name: str, positions: np.ndarray, base: np.ndarray, used: np.ndarray
+) -> None:
+    """Raise for numbers [B, n] or [B, H, n], where used, whose differences lose digits."""
     x = positions[:, None] if positions.ndim == 2 else positions
-    known = (x <= LARGEST_POSITION) & (x >= -LARGEST_POSITION)
+    if x.dtype.kind in "iu" and base.dtype.kind in "iu":
+        known, rule = _apart(x, base) <= LARGEST_POSITION, "integers within 2^53 of each other"
+    else:
+        known = (x <= LARGEST_POSITION) & (x >= -LARGEST_POSITION)
+        rule = "numbers within 2^53 of 0 (or integers within 2^53 of each other)"
     for b, h, i in _first(used & ~known):
         where = _index(positions, b, h, i)
         raise ValueError(
-            f"{function}: {name} must be numbers within 2^53 of 0,"
-            f" got {positions[tuple(where)]} at {where}"
+            f"{function}: {name} must be {rule}, got {positions[tuple(where)]} at {where}"
         )
-    return np.where(used, x, 0).astype(np.float64)
 
 
 def _index(array: np.ndarray, b: int, h: int, i: int) -> list[int]:

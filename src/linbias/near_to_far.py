@@ -133,6 +133,11 @@ def attention(
     if "mask" in options:
         _request.refuse_unknown("near_to_far", options, attention)
     inputs = prepare("near_to_far", q, k, v, slopes, **options)
+    if inputs.ranks is not None:
+        raise ValueError(
+            "near_to_far: positions must not fall, and query_positions must lie between those of"
+            " the keys before and after each query: sort both; linbias.attention takes any order"
+        )
     (B, H, T, _), E = inputs.q.shape, inputs.v.shape[3]
     sums = _sums(inputs)
     out, lse = np.zeros((B, H, T, E)), np.full((B, H, T), -np.inf)

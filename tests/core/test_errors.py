@@ -42,7 +42,7 @@ ATTENTION = {
         (dict(key_range=[[0, 1]]), "key_range must be a torch.Tensor, got list"),
         (dict(query_start=3), "query_start must be a torch.Tensor, got int"),
         (dict(mask=[[True]]), "mask must be a torch.Tensor, got list"),
-        (dict(positions=[[1.0]]), "positions must be a torch.Tensor, got list"),
+        (dict(positions=[["noon"] * 7]), "positions must be float32, .*, got str"),
         (dict(v=torch.ones(2, 2, 7, 3, dtype=INT)), "v must be one of .*, got int64"),
         (dict(k=torch.ones(2, 2, 7, 8, dtype=torch.half)), "k is float16 but q is float32"),
         (dict(slopes=[1j] * 4), "slopes must hold real numbers, got complex128"),
@@ -198,7 +198,11 @@ NUMPY = {
          "attention: there is no argument enable_gqa; k and v may"),
         (lambda: linbias.slopes(2.0), "num_heads must be an integer, got 2.0"),
         (at([1j, 2, 3]), "attention: positions must be float32, float64 or integers, which tell"
-         " far positions apart, got complex128"),
+         " far positions apart, or NumPy's datetime64 or timedelta64, got complex128"),
+        (at(np.zeros(3, "datetime64[M]")),
+         r"positions must count weeks or a shorter unit, .*, got datetime64\[M\]"),
+        (at(np.zeros(3, "datetime64[s]"), [0, 1, 2]),
+         r"positions and query_positions must be of one kind, got datetime64\[s\] and int64"),
         (at([0, 1, 2], [True] * 3), "query_positions must be .*, got bool"),
     ],
     ValueError: [
@@ -238,19 +242,27 @@ NUMPY = {
          r" \[B, H, S\] = \[1, 2, 3\], got \[1, 2\]"),
         (at([0, 1, 2], [0, 1]), r"query_positions must .* \[T\] = \[3\], .*, got \[1, 2\]"),
         (at(None, [0, 1, 2]), "query_positions lie among positions of keys; give positions too"),
-        (at([0, np.nan, 2]), r"positions must be .* within 2\^53 of 0, got nan at \[0, 1\]"),
+        (at([0, np.nan, 2]), r"must be numbers within 2\^53 of 0 .*, got nan at \[0, 1\]"),
+        (at([0, 1.7e18, 2]), r"numbers within 2\^53 of 0 \(or integers within 2\^53 of each"
+         r" other\), got 1.7e\+18 at \[0, 1\]"),
+        (at(np.array([0, "NaT", 2], "datetime64[s]")), r"positions must .*, got nan at \[0, 1\]"),
         (at([[0, 1, 2], [0, 1, np.inf]]), r"positions must .*, got inf at \[0, 1, 2\]"),
-        (at([0, 1, 2**53 + 1]), r"positions must .* 0, got 9007199254740993 at \[0, 2\]"),
+        (at([0, 1, 2**53 + 1]),
+         r"positions must be integers within 2\^53 of each other, got 0 at \[0, 0\]"),
+        (at([0, 1, 2], [0, 1, 2**60]), r"query_positions .* each other, got 1\d* at \[0, 2\]"),
         (at([0, 1, 2], [0, -np.inf, 2]), r"query_positions must be .*, got -inf at \[0, 1\]"),
-        (at([5.0, 3.0, 7.0]), r"positions must not fall, got 3.0 after 5.0 at \[0, 1\]"),
-        (at([[0, 1, 2], [0, 2, 1]]), r"must not fall, got 1.0 after 2.0 at \[0, 1, 2\]"),
+        (at([5.0, 3.0, 7.0]), r"positions must not fall, got 3.0 after 5.0 at \[0, 1\]; sort keys,"
+         " values and queries by their positions, or say causal=False, where any order will do"),
+        (at([[0, 1, 2], [0, 2, 1]]), r"must not fall, got 1 after 2 at \[0, 1, 2\]"),
+        (at([[0, 1, 2], [0, 2, 1]], causal=False, query_start=0), "must not fall, got 1 after 2"),
         (at([0, 1, 2], query_start=-1), "attention: query 0 of batch row 0 would stand at key -1"
          " of 3; say where with query_positions"),
         (at([0, 1, 2], query_start=1), "query 2 of batch row 0 would stand at key 3 of 3"),
         (at([0, 4, 9], [3, 3.5, 9]), "query_positions must be at least that of every key before"
-         r" the query, got 3.5 at \[0, 1\] where key 1 stands at 4.0"),
+         r" the query, got 3.5 at \[0, 1\] where key 1 stands at 4; causal=False without"
+         " query_start finds them by itself"),
         (at([0, 4, 9], [[0, 5, 9], [4.5, 5, 9]]), "query_positions must be at most that of every"
-         r" key after the query, got 4.5 at \[0, 1, 0\] where key 1 stands at 4.0"),
+         r" key after the query, got 4.5 at \[0, 1, 0\] where key 1 stands at 4"),
     ],
 }  # fmt: skip
 

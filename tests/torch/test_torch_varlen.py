@@ -163,3 +163,102 @@ def test_other_nested_tensors_are_refused_with_the_way_out():
     for call, error, words in refused:
         with pytest.raises(error, match=words):
             call()
+
+
+STAMPS = np.random.default_rng(3).uniform(0, 9, (28, 4))
+PLACES = {
+    "of-all-heads": {"positions": np.sort(STAMPS[:, 0])},
+    "of-heads": {"positions": np.sort(STAMPS, 0)},
+    "integers": {"positions": np.arange(28) * 3 + 1_700_000_000_000_000_000},
+    "in-any-order": {"positions": STAMPS, "causal": False},
+    "clocks": {"positions": STAMPS[:, 0], "query_positions": STAMPS[4:22, 1], "causal": False},
+    "queries-at-keys": {"positions": np.sort(STAMPS[:, 0]), "query_start": np.array([2, 0, 0, 4])},
+    "ranges": {"positions": np.sort(STAMPS[:, 0]),
+               "key_range": np.array([[1, 8], [0, 3], [0, 5], [2, 12]])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", PLACES)
+def test_positions_of_packed_sequences_are_those_of_each_alone(name, compiled):
+    lengths_q, lengths_k = (5, 3, 5, 5), (8, 3, 5, 12)
+    q, k, v = (
+        torch.randn(sum(n), heads, 8, dtype=torch.float64, requires_grad=True)
+        for n, heads in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2))
+    )
+    options = {n: x if n == "causal" else torch.tensor(x) for n, x in PLACES[name].items()}
+    leaves = [q, k, v]
+    for x in options.values():
+        if torch.is_tensor(x) and x.is_floating_point():
+            leaves.append(x.requires_grad_())
+    offsets = [torch.tensor([0, *np.cumsum(n)]) for n in (lengths_q, lengths_k)]
+    attend = linbias.torch.attention_varlen
+    if compiled:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    out = attend(q, k, v, *offsets, [0.5, 0.1, 2.0, 0.0], **options)
+    alone = []
+    for b in range(4):
+        mine, keys = (slice(o[b], o[b + 1]) for o in offsets)
+        own = {}
+        for n, x in options.items():
+            if n in ("positions", "query_positions"):
+                x = x[keys if n == "positions" else mine].movedim(0, -1)[None]
+            own[n] = x if n == "causal" or "positions" in n else x[b : b + 1]
+        arrays = (x.transpose(0, 1)[None] for x in (q[mine], k[keys], v[keys]))
+        one = linbias.torch.attention(*arrays, [0.5, 0.1, 2.0, 0.0], **own)
+        alone.append(one[0].transpose(0, 1))
+    alone = torch.cat(alone)
+    torch.testing.assert_close(out, alone, rtol=1e-13, atol=1e-13)
+    weights = torch.randn_like(out)
+    gradients = (torch.autograd.grad(x, leaves, weights) for x in (out, alone))
+    for ours, true in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("of_heads", [False, True])
+def test_nested_tensors_take_nested_positions(of_heads):
+    lengths = (7, 1, 12)
+    parts = [torch.randn(n, 4, 8, dtype=torch.float64) for n in lengths]
+    x = [torch.rand(n, *[4] * of_heads, dtype=torch.float64).cumsum(0) for n in lengths]
+
+    def jagged(rows):
+        made = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        return made.transpose(1, 2) if made.dim() > 2 else made
+
+    q = jagged(parts)
+    out = linbias.torch.attention(q, q, q, positions=jagged(x))
+    for part, own, found in zip(parts, x, out.unbind(), strict=True):
+        one = part.transpose(0, 1)[None]
+        alone = linbias.torch.attention(one, one, one, positions=own.movedim(0, -1)[None])
+        torch.testing.assert_close(found, alone[0])
+    for wrong, kind, words in (
+        (x[0], TypeError, "positions of nested tensors must be a contiguous jagged tensor"),
+        (jagged(x[::-1]), ValueError, "positions is a nested tensor whose sequences differ"),
+    ):
+        with pytest.raises(kind, match=words):
+            linbias.torch.attention(q, q, q, positions=wrong)
+
+
+@pytest.mark.parametrize(("options", "words"), (
+    ({"positions": [0, 1]}, r"positions must have shape \[total_k\] = \[5\] or \[total_k, H\]"
+     r" = \[5, 2\], got \[2\]"),
+    ({"query_positions": [0, 1]}, "query_positions lie among positions of keys; give positions"),
+    ({"positions": [0, 1, 0, 2, 1]}, r"positions must not fall, got 1 after 2 at \[0, 2\]"),
+    ({"positions": torch.ones(5, device="meta")}, "positions is on meta but q is on cpu"),
+))  # fmt: skip
+def test_positions_that_do_not_fit_a_packing_are_refused(options, words):
+    q = torch.ones(5, 2, 4)
+    offsets = torch.tensor([0, 2, 5])
+    with pytest.raises(ValueError, match=words):
+        linbias.torch.attention_varlen(q, q, q, offsets, offsets, **options)
+
+
+def test_packed_time_stamps_of_numpy_count_in_seconds():
+    q = torch.randn(5, 2, 4)
+    offsets = torch.tensor([0, 2, 5])
+    seconds = np.array([[0, 7, 1, 2, 4], [3, 4, 0, 1, 9]]).T
+    out, exact = (
+        linbias.torch.attention_varlen(q, q, q, offsets, offsets, positions=x)
+        for x in ((seconds * 10**9 + 17 * 10**17).astype("datetime64[ns]"), seconds)
+    )
+    torch.testing.assert_close(out, exact)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from linbias import _dispatch, _request
 from linbias._request import Described, Problem, Request
-from linbias.torch import standing
+from linbias.torch import clocks, standing
 from linbias.torch.choice import asked_in_turn
 from linbias.torch.constant import default_slopes
 from linbias.torch.dropout import draw_seed
@@ -44,6 +45,8 @@ def prepare(
     for name, array in given:
         if not isinstance(array, Tensor):
             describe(name, array, function)  # which refuses it
+    if "positions" in options or "query_positions" in options:
+        standing.as_tensors(function, options, q.device)
     q, k, v = autocast(q, k, v)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     left = None if slopes is None else as_slopes(function, "slopes", slopes, wide, q.device)
@@ -75,7 +78,15 @@ def prepare(
         if right is not None:
             check_slopes(function, "right_slopes", right)
         if problem.placed or problem.positions or problem.query_range:
-            _request.check_values(function, problem, request, _read)
+            if not _request.check_values(function, problem, request, _read, any_order=True):
+                problem = replace(problem, any_order=True)
+    if problem.query_positions and not (problem.causal or problem.query_start):
+        problem = _with_values(function, problem, request)
+    if problem.any_order and problem.query_range:
+        raise NotImplementedError(
+            f"{function}: window and query_range count keys as they stand, and these positions are"
+            " in another order; sort keys and queries by their positions"
+        )
     if left is None:
         left = default_slopes(problem.H, wide, q.device)
     filled = _request.fill(
@@ -88,6 +99,21 @@ def prepare(
         filled["seed"] = draw_seed(q.device)
     inputs = Inputs(**filled, precise=gradients, slope_gradients=slope_gradients)
     return inputs, problem
+
+
+def _with_values(function: str, problem: Problem, request: Request[Tensor]) -> Problem:
+    """Queries look for the keys beside them, and values must be read on any device."""
+    known = not torch.compiler.is_compiling() and all(
+        x is None or x.device.type != "cpu" or transforms.known_values(x) is not None
+        for x in (request.positions, request.query_positions, request.key_range)
+    )
+    if not known:
+        raise NotImplementedError(
+            f"{function}: query_positions with causal=False cannot be looked up under"
+            " torch.compile and vmap; say query_start, at which key query 0 stands"
+        )
+    read = problem.device == "cpu" or 0 in (problem.B, problem.H, problem.T, problem.S)
+    return problem if read else replace(problem, any_order=True)
 
 
 def _has_gradient(x: Any) -> bool:
@@ -105,6 +131,11 @@ def run(
     """Choose an implementation for a call that is prepared, and give out, or out and lse."""
     chosen = _dispatch.choose("attention", implementation, problem, asked_in_turn(problem))
     bias = None
+    if problem.any_order:
+        attend = functools.partial(run, implementation=implementation, return_lse=True)
+        with without_autocast(inputs.q.device):
+            out, lse = clocks.attention(inputs, problem, attend)
+        return (out, lse) if return_lse else out
     with without_autocast(inputs.q.device):
         if problem.query_positions:
             inputs, bias = standing.stand_near(inputs)

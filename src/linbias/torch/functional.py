@@ -5,12 +5,13 @@ from typing import Literal, TypedDict, Unpack, overload
 from torch import Tensor
 
 from linbias import _request
-from linbias.torch import standing
+from linbias.torch import clocks, standing
 from linbias.torch.call import Slopes, prepare, run
 from linbias.torch.impl import dense
 from linbias.torch.operators.operator import without_autocast
 from linbias.torch.packed import nested
 from linbias.torch.share import refuse_share, share_here
+from linbias.torch.standing import Positions
 
 
 class Weighing(TypedDict, total=False):
@@ -22,8 +23,8 @@ class Weighing(TypedDict, total=False):
     key_range: Tensor | None
     query_start: Tensor | None
     mask: Tensor | None
-    positions: Tensor | None
-    query_positions: Tensor | None
+    positions: Positions | None
+    query_positions: Positions | None
     window: tuple[int, int] | None
     query_range: Tensor | None
 
@@ -210,6 +211,8 @@ def attention_weights(
     refuse_share("attention_weights")
     inputs, problem = prepare("attention_weights", q, k, k, slopes, **options)
     with without_autocast(inputs.q.device):
+        if problem.any_order:
+            return clocks.attention_weights(inputs, problem)
         if problem.query_positions:
             inputs, _ = standing.stand_near(inputs)
         return dense.attention_weights(inputs)[0]

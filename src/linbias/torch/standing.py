@@ -1,10 +1,34 @@
 """Where keys and queries with positions stand, and how far queries lose no digits."""
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from linbias import _stamps
 from linbias._request import Problem, Request
 from linbias.torch.operators.operator import Inputs
+
+# As a caller has them: numbers, or NumPy's datetime64 and timedelta64, which become seconds.
+Positions = Tensor | npt.ArrayLike
+
+
+def as_tensors(function: str, options: dict[str, Any], device: torch.device) -> None:
+    """Make tensors of positions in other forms: lists, NumPy's arrays and its time stamps."""
+    given = {name: options.get(name) for name in ("positions", "query_positions")}
+    if all(x is None or isinstance(x, Tensor) for x in given.values()):
+        return
+    numbers = given
+    if not torch.compiler.is_compiling():
+        arrays = (x.detach().cpu() if isinstance(x, Tensor) else x for x in given.values())
+        numbers = dict(zip(given, _stamps.as_numbers(function, *arrays), strict=True))
+    for name, x in numbers.items():
+        if x is not None and not isinstance(given[name], Tensor):
+            if isinstance(x, np.ndarray):  # of any strides and order of bytes
+                x = np.array(x, x.dtype.newbyteorder("="), order="C")
+            options[name] = torch.as_tensor(x, device=device)
 
 
 def stand(
@@ -18,12 +42,15 @@ def stand(
     xq = None if query_positions is None else _of_rows(query_positions, problem.B)
     start = S - T if query_start is None else query_start[:, None, None]
     place = torch.arange(T, device=x.device) + start
-    key_range = request.key_range
+    key_range, end = request.key_range, None
     if key_range is not None:
         per_head = key_range.dim() == 3
         group = problem.H // max(1, problem.G)
         limits = key_range.repeat_interleave(group, 1) if per_head else key_range[:, None]
         first, end = limits.split(1, dim=2)
+    if not x.is_floating_point() and S:
+        x, xq = _from_a_key(x, xq, end)
+    if key_range is not None:
         keys = torch.arange(S, device=x.device)
         x = torch.where((keys >= first) & (keys < end), x, 0)
         place = torch.minimum(torch.maximum(place, first), end - 1)
@@ -31,6 +58,17 @@ def stand(
         place = place.clamp(0, S - 1).expand(*x.shape[:2], -1)
         xq = x.gather(2, place) if S else x.new_zeros(place.shape)
     return x, xq
+
+
+def _from_a_key(x: Tensor, xq: Tensor | None, end: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Integers less the last key of each range: exact, as floats so far from 0 would not be."""
+    S, x = x.shape[2], x.long()
+    last = torch.full_like(x[..., :1], S - 1) if end is None else (end.long() - 1).clamp(0, S - 1)
+    heads = max(x.shape[1], last.shape[1])
+    base = x.expand(-1, heads, -1).gather(2, last.expand(len(x), heads, 1))
+    if xq is not None:
+        xq = (xq.double() if xq.is_floating_point() else xq.long()) - base
+    return x - base, xq
 
 
 def _of_rows(x: Tensor, B: int) -> Tensor:

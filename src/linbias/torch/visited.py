@@ -56,6 +56,10 @@ def visited(
     if not options.keys() <= Options.__annotations__.keys():
         _request.refuse_unknown("visited", options, visited)
     inputs, problem = prepare("visited", q, k, v, slopes, **options)
+    if problem.any_order:
+        raise ValueError(
+            "visited: keys, and queries among them, must come in the order of their positions"
+        )
     near_to_far = [module for module in asked_in_turn(problem) if hasattr(module, "operators")]
     chosen = _dispatch.choose("visited", implementation, problem, near_to_far)
     if problem.query_positions:

@@ -23,7 +23,10 @@ def attention(
     (rows, starts), (keys, key_starts), (values, value_starts) = packed
     if key_starts is not value_starts and not torch.equal(key_starts, value_starts):
         raise ValueError("attention: k and v are nested tensors whose sequences differ in length")
-    for name in ("mask", "key_bound", "positions", "query_positions"):
+    for name, offsets in (("positions", key_starts), ("query_positions", starts)):
+        if options.get(name) is not None:
+            options[name] = _packed_places(name, options[name], offsets)
+    for name in ("mask", "key_bound"):
         if options.pop(name, None) is not None:
             raise ValueError(f"attention: {name} cannot be given with nested tensors")
     results = attention_varlen(
@@ -33,6 +36,25 @@ def attention(
         torch.nested.nested_tensor_from_jagged(x, offsets=starts).transpose(1, 2) for x in results
     )
     return (out, lse) if return_lse else out
+
+
+def _packed_places(name: str, x: Any, starts: Tensor) -> Tensor:
+    """Nested positions [B, lengths] or [B, H, lengths] end to end: [total] or [total, H]."""
+    if (
+        not is_nested(x)
+        or x.layout != torch.jagged
+        or x.dim() not in (2, 3)
+        or x._ragged_idx != x.dim() - 1
+        or x.lengths() is not None
+    ):
+        raise TypeError(
+            f"attention: {name} of nested tensors must be a contiguous jagged tensor [B, lengths]"
+            " or [B, H, lengths]"
+        )
+    by_rows = x.transpose(1, 2) if x.dim() == 3 else x
+    if by_rows.offsets() is not starts and not torch.equal(by_rows.offsets(), starts):
+        raise ValueError(f"attention: {name} is a nested tensor whose sequences differ in length")
+    return by_rows.values()
 
 
 def as_jagged(*arrays: Tensor) -> tuple[Tensor, ...]:

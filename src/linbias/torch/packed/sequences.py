@@ -21,6 +21,8 @@ class Packed(NamedTuple):
     v: Tensor  # [total_k, G, E]
     left: Tensor | None  # [H] or [B, H]; None: the paper's
     right: Tensor | None
+    positions: Tensor | None  # [total_k] or [total_k, H]
+    query_positions: Tensor | None
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     seed: Tensor | None = None  # of dropout; None: drawn from PyTorch's generator as it stands
@@ -39,13 +41,15 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the first five arrays; an empty array where there is none."""
+    """Of the first seven arrays; an empty array where there is none, or it holds integers."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dleft: Tensor
     dright: Tensor
+    dpositions: Tensor
+    dquery_positions: Tensor
 
 
 Run = Callable[[Packed], Results]
@@ -70,10 +74,10 @@ def define(run: Run) -> Callable[..., Any]:
     def compute_gradients(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
         with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
             leaves = [
-                None if x is None else x.detach().requires_grad_() for x in arguments[:_NUM_LEAVES]
+                x.detach().requires_grad_() if _is_real(x) else x for x in arguments[:_NUM_LEAVES]
             ]
             results = seeded(Packed._make((*leaves, *arguments[_NUM_LEAVES:])))
-            given = [leaf for leaf in leaves if leaf is not None]
+            given = [leaf for leaf in leaves if _is_real(leaf)]
             # Where nothing is packed there is nothing to differentiate.
             gradients = iter(
                 torch.autograd.grad(results, given, (dout, dlse), materialize_grads=True)
@@ -81,7 +85,7 @@ def define(run: Run) -> Callable[..., Any]:
                 else [torch.zeros_like(leaf) for leaf in given]
             )
             return Gradients._make(
-                dout.new_zeros(0) if x is None else next(gradients).contiguous() for x in leaves
+                next(gradients).contiguous() if _is_real(x) else dout.new_zeros(0) for x in leaves
             )
 
     forward = torch.library.custom_op(
@@ -106,7 +110,7 @@ def define(run: Run) -> Callable[..., Any]:
     def fake_backward(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
         rows_first = torch.contiguous_format
         return Gradients._make(
-            dout.new_empty(0) if x is None else torch.empty_like(x, memory_format=rows_first)
+            torch.empty_like(x, memory_format=rows_first) if _is_real(x) else dout.new_empty(0)
             for x in arguments[:_NUM_LEAVES]
         )
 
@@ -117,13 +121,17 @@ def define(run: Run) -> Callable[..., Any]:
     def differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         arrays = ctx.saved_tensors
         gradients = backward(dout.contiguous(), dlse.contiguous(), *arrays, *ctx.numbers)
-        given = [None if x is None else g for x, g in zip(arrays, gradients, strict=False)]
+        given = [g if _is_real(x) else None for x, g in zip(arrays, gradients, strict=False)]
         return *given, *[None] * (len(Packed._fields) - _NUM_LEAVES)
 
     forward.register_fake(fake_forward)
     backward.register_fake(fake_backward)
     forward.register_autograd(differentiate, setup_context=save)
     return forward
+
+
+def _is_real(x: Tensor | None) -> bool:
+    return x is not None and x.is_floating_point()
 
 
 # The kernel of an operator runs below autograd; to differentiate in one means to go back above it.

@@ -3,17 +3,21 @@
 from collections import defaultdict
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from linbias import _request
+from linbias.torch import standing
 from linbias.torch.call import Slopes, as_slopes, autocast, describe, last_end, prepare, run
 from linbias.torch.dropout import draw_seed
 from linbias.torch.packed import sequences as packed
 from linbias.torch.share import refuse_share
+from linbias.torch.standing import Positions
 
 # Lengths up to the same multiple of it share a batch: padding costs half of it on average, and a
-# batch of its own as much as a sequence of about 100 tokens.
+# batch of its own as much as a sequence of about 100 tokens. With positions nothing is padded: it
+# would have to stand somewhere.
 _GRAIN = 64
 
 
@@ -25,6 +29,8 @@ class Options(TypedDict, total=False):
     scale: float | None
     key_range: Tensor | None
     query_start: Tensor | None
+    positions: Positions | None
+    query_positions: Positions | None
     dropout: float
     tolerance: float | None
 
@@ -55,6 +61,9 @@ def attention_varlen(
         cu_seqlens_q: [B + 1], integers from 0 to total_q that do not fall.
         cu_seqlens_k: [B + 1], likewise for k and v.
         key_range, query_start: As for `attention`, counted from the first key of each sequence.
+        positions: [total_k] or [total_k, H], otherwise as for `attention`: where keys stand. Only
+            differences within a sequence count. Sequences of one length share a call.
+        query_positions: [total_q] or [total_q, H], likewise: where queries stand.
         All others: As for `attention`.
 
     Returns:
@@ -80,6 +89,7 @@ def attention_varlen(
             )
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     given: dict[str, Any] = {**options}
+    _as_places(given, q, k)
     sides = ("slopes", slopes), ("right_slopes", given.pop("right_slopes", None))
     left, right = (
         None if slope is None else as_slopes("attention_varlen", name, slope, wide, q.device)
@@ -94,7 +104,7 @@ def attention_varlen(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         implementation=implementation,
-        **given,
+        **{"positions": None, "query_positions": None, **given},
     )
     if torch.compiler.is_compiling():
         q, k, v = autocast(q, k, v)
@@ -106,7 +116,7 @@ def attention_varlen(
 
 
 def _run(call: packed.Packed) -> packed.Results:
-    q, k, v, left, right = call[:5]
+    q, k, v, left, right, x, xq = call[:7]
     key_range, query_start = call.key_range, call.query_start
     starts_q = _offsets("cu_seqlens_q", call.cu_seqlens_q, q.shape[0])
     starts_k = _offsets("cu_seqlens_k", call.cu_seqlens_k, k.shape[0])
@@ -125,10 +135,10 @@ def _run(call: packed.Packed) -> packed.Results:
     placement = _placement(key_range, query_start, lengths_q, lengths_k, k.shape[1])
     outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [q.new_empty(0, q.shape[1], dtype=wide)]
     order = [torch.empty(0, dtype=torch.int64)]
-    batches = _batches(lengths_q.tolist(), lengths_k.tolist())
+    batches = _batches(lengths_q.tolist(), lengths_k.tolist(), _GRAIN if x is None else 1)
     if not batches:
         # The empty result is a function of its arguments, too, with gradients of zeros.
-        nothing = sum(x.sum() for x in (q, k, v, left, right) if x is not None)
+        nothing = sum(y.sum() for y in (q, k, v, left, right) if y is not None)
         outs, lses = [outs[0] + nothing], [lses[0] + nothing]
     options: dict[str, Any] = {"causal": call.causal, "scale": call.scale, "lse": True}
     options |= {"dropout": call.dropout, "tolerance": call.tolerance}
@@ -138,14 +148,20 @@ def _run(call: packed.Packed) -> packed.Results:
         own = [s if s is None or s.dim() < 2 else s[batch] for s in (left, right)]
         # Sequences without padding and placement of their own need neither argument.
         plain = held.all() and real.all() and key_range is None and query_start is None
-        ranges, starts = (None if plain else x[batch].to(q.device) for x in placement)
+        ranges, starts = (None if plain else y[batch].to(q.device) for y in placement)
+        if x is not None and query_start is None:
+            starts = None  # as the call has it: where not causal, queries look for their keys
         placed: dict[str, Any] = {
             "right_slopes": own[1],
             "key_range": ranges,
             "query_start": starts,
         }
+        if x is not None:
+            placed["positions"] = _take_places(x, keys)
+        if xq is not None:
+            placed["query_positions"] = _take_places(xq, rows)
         queries = _take(q, rows, real)
-        own_k, own_v = (_take(x, keys, held) for x in (k, v))
+        own_k, own_v = (_take(y, keys, held) for y in (k, v))
         inputs, problem = prepare("attention", queries, own_k, own_v, own[0], **placed, **options)
         out, lse = run(inputs, problem, call.implementation, True)
         chosen = real.to(q.device)
@@ -189,12 +205,12 @@ def _placement(
     return ranges, starts
 
 
-def _batches(lengths_q: list[int], lengths_k: list[int]) -> list[list[int]]:
+def _batches(lengths_q: list[int], lengths_k: list[int], grain: int) -> list[list[int]]:
     """Group the sequences that have queries by their lengths, rounded up to the grain."""
     groups = defaultdict(list)
     for b, lengths in enumerate(zip(lengths_q, lengths_k, strict=True)):
         if lengths[0]:
-            groups[tuple(-(-n // _GRAIN) for n in lengths)].append(b)
+            groups[tuple(-(-n // grain) for n in lengths)].append(b)
     return list(groups.values())
 
 
@@ -211,6 +227,42 @@ def _take(x: Tensor, rows: Tensor, real: Tensor) -> Tensor:
     if not real.all():  # not by a product: a neighbour's NaN must not come through
         taken = torch.where(real.to(x.device)[..., None, None], taken, 0)
     return taken.transpose(1, 2)
+
+
+def _as_places(options: dict[str, Any], q: Tensor, k: Tensor) -> None:
+    """Make tensors of positions, and check them as far as they are those of all sequences."""
+    function, H = "attention_varlen", q.shape[1]
+    if options.get("query_positions") is not None and options.get("positions") is None:
+        raise ValueError(
+            f"{function}: query_positions lie among positions of keys; give positions too"
+        )
+    totals = {"positions": ("total_k", len(k)), "query_positions": ("total_q", len(q))}
+    # What is no tensor yet is read along its last axis: that of the tokens, for a while.
+    for name in totals:
+        if not isinstance(x := options.get(name), Tensor) and x is not None:
+            options[name] = _request.as_array(function, name, x).T
+    turned = [name for name in totals if isinstance(options.get(name), np.ndarray)]
+    standing.as_tensors(function, options, q.device)
+    for name, (total, n) in totals.items():
+        if (x := options.get(name)) is None:
+            continue
+        x = x.mT if name in turned and x.dim() == 2 else x
+        described = describe(name, x, function)
+        _request.check_position_type(function, name, described.dtype)
+        if not _request.has_shape(described, (n,), (n, H)):
+            raise ValueError(
+                f"{function}: {name} must have shape [{total}] = {[n]} or [{total}, H] ="
+                f" {[n, H]}, got {described}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"{function}: {name} is on {x.device} but q is on {q.device}")
+        options[name] = x if x.is_floating_point() else x.long()
+
+
+def _take_places(x: Tensor, rows: Tensor) -> Tensor:
+    """Positions [total] or [total, H] of rows without padding, as [B, n] or [B, H, n]."""
+    taken = x[rows.to(x.device)]
+    return taken if taken.dim() == 2 else taken.mT
 
 
 def _offsets(name: str, offsets: Tensor, total: int) -> list[int]:

@@ -1,0 +1,241 @@
+"""Keys in any order, queries with a clock of their own, and positions as callers have them."""
+
+import numpy as np
+import pytest
+import torch
+
+import linbias
+from linbias.torch import attention, attention_weights, clocks, visited
+
+B, H, G, D = 2, 4, 2, 5
+INF = np.inf
+RNG = np.random.default_rng(0)
+STEEP, SIDES = np.array([0.5, 0.1, 2.0, 0.0]), np.array([0.3, 1.0, 0.0, 0.7])
+HALVES = {"slopes": np.array([INF, INF, 0.5, 0.1]), "right_slopes": np.array([INF, 1, INF, 0.2])}
+RANGES = np.array([[1, 19], [0, 12]])
+
+
+def times(*shape):
+    return RNG.uniform(0, 20, shape)
+
+
+def hidden(x):
+    x[0, :1], x[1, 12:] = np.nan, -1e300
+    return x
+
+
+CASES = {
+    "own-clocks": (17, 23, {"query_positions": times(B, 17), "positions": times(B, 23)}),
+    "one-clock-for-all-rows": (17, 23, {"query_positions": times(17), "positions": times(23)}),
+    "sorted-keys": (17, 23, {"query_positions": times(B, 17), "positions": np.sort(times(B, 23))}),
+    "more-queries-than-keys": (40, 3, {"query_positions": times(B, 40), "positions": times(B, 3)}),
+    "one-query": (1, 23, {"query_positions": times(B, 1), "positions": times(B, 23)}),
+    "heads-of-keys": (7, 23, {"query_positions": times(B, 7), "positions": times(B, H, 23)}),
+    "heads-of-queries": (7, 23, {"query_positions": times(B, H, 7), "positions": times(23)}),
+    "ranges": (9, 23, {"query_positions": times(B, 9), "positions": hidden(times(B, 23)),
+                       "key_range": RANGES}),
+    "ranges-of-heads": (9, 23, {"query_positions": times(B, 9), "positions": times(B, 23),
+                                "key_range": np.array([[[1, 23], [0, 22]], [[2, 3], [0, 0]]])}),
+    "ties": (17, 23, {"query_positions": np.round(times(B, 17) / 3),
+                      "positions": np.round(times(B, 23) / 3), **HALVES}),
+    "keys-in-any-order": (23, 23, {"positions": times(B, 23)}),
+    "the-last-keys-ask": (7, 23, {"positions": np.round(times(B, 23) / 3), **HALVES}),
+    "mask": (7, 9, {"query_positions": times(B, 7), "positions": times(B, 9),
+                    "mask": RNG.random((B, 1, 7, 9)) < 0.7}),
+    "numbers-of-a-mask": (7, 9, {"query_positions": times(7), "positions": times(9),
+                                 "mask": RNG.normal(size=(H, 7, 9))}),
+}  # fmt: skip
+
+
+def call(name):
+    """Arrays, slopes and options of a case."""
+    T, S, given = CASES[name]
+    options = {"causal": False, "right_slopes": SIDES, **given}
+    slopes = options.pop("slopes", STEEP)
+    shapes = (B, H, T, D), (B, G, S, D), (B, G, S, 3)
+    rng = np.random.default_rng(T * S)
+    return [rng.normal(size=shape) for shape in shapes], slopes, options
+
+
+def tensors(options):
+    return {n: x if isinstance(x, bool) else torch.tensor(x) for n, x in options.items()}
+
+
+@pytest.mark.parametrize("run", (4, 256))
+@pytest.mark.parametrize("implementation", ("cpu", "blocked", "dense", "sdpa"))
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_are_those_of_the_definition(name, implementation, run, monkeypatch):
+    if "mask" in name and implementation in ("cpu", "blocked"):
+        implementation = "auto"
+    monkeypatch.setattr(clocks, "_RUN", run)
+    arrays, slopes, options = call(name)
+    leaves = [torch.tensor(x).requires_grad_() for x in (*arrays, slopes)]
+    given = tensors(options)
+    places = [n for n in ("positions", "query_positions", "right_slopes") if n in given]
+    for n in places:
+        given[n].requires_grad_()
+    out, lse = attention(*leaves, **given, implementation=implementation, return_lse=True)
+    truth, true_lse = linbias.attention(*arrays, slopes, **options, return_lse=True)
+    np.testing.assert_allclose(out.detach(), truth, atol=1e-13)
+    np.testing.assert_allclose(lse.detach(), true_lse, atol=1e-13)
+    dout, dlse = RNG.normal(size=truth.shape), RNG.normal(size=true_lse.shape)
+    dlse *= np.isfinite(true_lse)
+    torch.autograd.backward((out, lse), (torch.tensor(dout), torch.tensor(dlse)))
+    expected = linbias.attention_backward(dout, *arrays, slopes, dlse=dlse, **options)
+    for x, true in zip(leaves, expected, strict=False):
+        np.testing.assert_allclose(x.grad, true, atol=1e-11)
+    for n in places:
+        np.testing.assert_allclose(given[n].grad, getattr(expected, f"d{n}"), atol=1e-11)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_the_definition(name):
+    (q, k, _), slopes, options = call(name)
+    weights = attention_weights(*map(torch.tensor, (q, k, slopes)), **tensors(options))
+    truth = linbias.attention_weights(q, k, slopes, **options)
+    np.testing.assert_allclose(weights, truth, atol=1e-13)
+
+
+def test_sides_go_by_position_with_the_last_key_before_a_query_as_its_own():
+    (q, k, v), _, options = call("own-clocks")
+    x, xq = options["positions"], options["query_positions"]
+    apart = (xq[..., None] - x[:, None])[:, None]
+    fall = np.where(apart >= 0, STEEP[:, None, None] * apart, -SIDES[:, None, None] * apart)
+    score = q @ np.repeat(k, H // G, 1).swapaxes(-1, -2) / np.sqrt(D) - fall
+    weights = np.exp(score) / np.exp(score).sum(-1, keepdims=True)
+    out = linbias.attention(q, k, v, STEEP, **options)
+    np.testing.assert_allclose(out, weights @ np.repeat(v, H // G, 1), atol=1e-13)
+
+
+def test_any_order_of_keys_and_queries_gives_the_same_rows():
+    q, k, v = (torch.tensor(x) for x in call("keys-in-any-order")[0])
+    x = torch.tensor(np.sort(times(B, 23)))
+    in_order = attention(q, k, v, STEEP, causal=False, right_slopes=SIDES, positions=x)
+    mixed = torch.randperm(23)
+    found = attention(
+        *(y[:, :, mixed] for y in (q, k, v)), STEEP,
+        causal=False, right_slopes=SIDES, positions=x[:, mixed],
+    )  # fmt: skip
+    torch.testing.assert_close(found, in_order[:, :, mixed])
+
+
+def test_far_keys_of_another_clock_stay_unread():
+    seen = []
+
+    def watched(inputs, problem):
+        seen.append((inputs.q.shape[2], inputs.k.shape[2]))
+        return attend(inputs, problem)
+
+    from functools import partial
+
+    from linbias.torch.call import prepare, run
+
+    attend = partial(run, implementation="auto", return_lse=True)
+    q, k, v = torch.randn(3, 1, 2, 3000, 4)
+    x, xq = (torch.rand(3000) * 3000 for _ in range(2))
+    inputs, problem = prepare("attention", q, k, v, None, causal=False,
+                              positions=x, query_positions=xq)  # fmt: skip
+    assert problem.any_order
+    clocks.attention(inputs, problem, watched)
+    among = 3000 * 3000 - sum(T * S for T, S in seen)
+    assert among <= 3000 * 2 * clocks._RUN  # what is computed pair by pair grows with T alone
+
+
+def test_dropout_keeps_its_share_and_differs_between_rows():
+    q = torch.zeros(2, 4, 300, 5)
+    v = torch.ones(2, 4, 300, 1)
+    torch.manual_seed(0)
+    out = attention(q, q, v, [0.0] * 4, causal=False, positions=torch.rand(2, 300), dropout=0.5)
+    assert abs(out.mean() - 1) < 0.01 and out.std() > 0.01
+    assert not torch.equal(out[0], out[1])
+
+
+NANOSECONDS = 1_700_000_000_000_000_000 + np.cumsum(RNG.integers(1, 5 * 10**9, (B, 11)), 1)
+NANOSECONDS[1] += 10**17
+SECONDS = (NANOSECONDS - NANOSECONDS[:, :1]) / 1e9
+FORMS = {
+    "int64": (NANOSECONDS, 1e-9),
+    "uint64": (NANOSECONDS.astype(np.uint64), 1e-9),
+    "big-endian": (NANOSECONDS.astype(">i8"), 1e-9),
+    "tensor": (torch.tensor(NANOSECONDS), 1e-9),
+    "list": (NANOSECONDS.tolist(), 1e-9),
+    "datetime64": (NANOSECONDS.astype("datetime64[ns]"), 1.0),
+    "timedelta64": (NANOSECONDS.astype("timedelta64[ns]"), 1.0),
+    "hundreds-of-nanoseconds": (NANOSECONDS.astype("timedelta64[100ns]"), 1.0),
+    "seconds": (SECONDS, 1.0),
+    "reversed-twice": (SECONDS[:, ::-1].copy()[:, ::-1], 1.0),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_time_stamps_lose_nothing_in_any_form(form):
+    x, unit = FORMS[form]
+    if form == "hundreds-of-nanoseconds":
+        x = (NANOSECONDS // 100).astype("timedelta64[100ns]")
+    q, k, v = RNG.normal(size=(3, B, H, 11, D))
+    exact = linbias.attention(q, k, v, STEEP, positions=SECONDS)
+    options = {"positions": x, "query_positions": x}
+    np.testing.assert_allclose(
+        attention(*map(torch.tensor, (q, k, v)), STEEP * unit, **options), exact, atol=1e-6
+    )
+    given = {n: np.asarray(y) for n, y in options.items()}
+    out = linbias.attention(q, k, v, STEEP * unit, **given)
+    np.testing.assert_allclose(out, exact, atol=1e-13 if "hundreds" not in form else 1e-6)
+
+
+def test_stamps_of_padding_may_be_anything():
+    q, k, v = (torch.tensor(x) for x in RNG.normal(size=(3, B, H, 11, D)))
+    padded, times = NANOSECONDS.copy(), NANOSECONDS.astype("datetime64[ns]")
+    padded[0, :3], times[0, :3] = 0, "NaT"
+    options = {"key_range": torch.tensor([[3, 11], [0, 11]])}
+    exact = attention(q, k, v, STEEP, positions=SECONDS, **options)
+    for x, unit in ((padded, 1e-9), (times, 1.0)):
+        out = attention(q, k, v, STEEP * unit, positions=x, **options)
+        torch.testing.assert_close(out, exact)
+
+
+ONES = torch.ones(1, 2, 3, 4)
+REFUSED = (
+    (ValueError, {"positions": [0, 2, 1]}, "positions must not fall.*or say causal=False"),
+    (ValueError, {"positions": [0, 2, 1], "causal": False, "query_start": torch.tensor([0])},
+     "positions must not fall"),
+    (ValueError, {"positions": [0, 1, 2], "query_positions": [2, 1, 0]},
+     "query_positions must be at least .*; causal=False without query_start finds them by itself"),
+    (ValueError, {"positions": torch.tensor([0, 1, 2**53 + 1])}, "integers within 2.53 of each"),
+    (TypeError, {"positions": torch.ones(3) > 0}, "positions must be float32, .*, got bool"),
+    (TypeError, {"positions": np.zeros(3, "M8[s]"), "query_positions": torch.ones(3)},
+     r"of one kind, got datetime64\[s\] and float32"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options", "words"), REFUSED)
+def test_what_cannot_be_placed_is_refused(kind, options, words):
+    with pytest.raises(kind, match=words):
+        attention(ONES, ONES, ONES, **options)
+
+
+def test_visited_and_compilers_ask_for_order():
+    options = {
+        "positions": torch.tensor([0.0, 1, 2]),
+        "query_positions": torch.tensor([2.0, 1, 0]),
+    }
+    with pytest.raises(ValueError, match="visited: keys, and queries among them, must come in"):
+        visited(ONES, ONES, ONES, causal=False, **options)
+    with pytest.raises(NotImplementedError, match=r"looked up under torch.compile and vmap; say"):
+        torch.func.vmap(
+            lambda xq: attention(
+                ONES, ONES, ONES, causal=False, **{**options, "query_positions": xq}
+            )
+        )(options["query_positions"][None])
+
+
+def test_gradients_of_torch_func_are_those_of_autograd():
+    (q, k, v), slopes, options = call("own-clocks")
+    q, k, v = map(torch.tensor, (q, k, v))
+
+    def loss(q):
+        return attention(q, k, v, slopes, **tensors(options)).square().sum()
+
+    leaf = q.clone().requires_grad_()
+    loss(leaf).backward()
+    torch.testing.assert_close(torch.func.grad(loss)(q), leaf.grad)
