@@ -272,7 +272,12 @@ def check(function: str, request: Request[Any], layout: str = "BHTD", **asked: b
     check_placement(function, B, G, request.key_range, request.query_start)
     window = check_window(function, request.window, bool(causal))
     if request.query_range is not None:
-        _check_query_range(function, request.query_range, B, T)
+        check_query_range(function, request.query_range, T, B)
+        if request.query_range.device != q.device:
+            raise ValueError(
+                f"{function}: query_range is on {request.query_range.device}"
+                f" but q is on {q.device}"
+            )
     key_bound = request.key_bound
     if key_bound is not None and not (has_shape(key_bound, (B, G)) and key_bound.dtype in FLOATS):
         raise ValueError(
@@ -519,11 +524,15 @@ def check_window(function: str, window: Any, causal: bool) -> tuple[int, int]:
     return left, -1 if causal else right
 
 
-def _check_query_range(function: str, ranges: Described, B: int, T: int) -> None:
-    """query_range is [T, 2] or [B, T, 2], signed integers."""
+def check_query_range(function: str, ranges: Described, T: int, B: int | None = None) -> None:
+    """query_range is [T, 2] or [B, T, 2], int32 or int64; without B rows of packed sequences."""
     if ranges.dtype not in ("int32", "int64"):
         raise TypeError(f"{function}: query_range must be int32 or int64, got {ranges.dtype}")
-    if not has_shape(ranges, (T, 2), (1, T, 2), (B, T, 2)):
+    if B is None and not has_shape(ranges, (T, 2)):
+        raise ValueError(
+            f"{function}: query_range must have shape [total_q, 2] = {[T, 2]}, got {ranges}"
+        )
+    if B is not None and not has_shape(ranges, (T, 2), (1, T, 2), (B, T, 2)):
         raise ValueError(
             f"{function}: query_range must have shape [T, 2] = {[T, 2]} or [B, T, 2] ="
             f" {[B, T, 2]}, got {ranges}"

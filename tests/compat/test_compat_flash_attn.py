@@ -1,6 +1,7 @@
 """`linbias.compat.flash_attn` gives what flash-attn's documentation says, in plain code."""
 
 import inspect
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from linbias.compat import flash_attn
 pytestmark = pytest.mark.usefixtures("same_start")
 
 
-def plain(q, k, v, slopes=None, causal=False, scale=None, first=0, end=None):
+def plain(q, k, v, slopes=None, causal=False, scale=None, first=0, end=None, window=(-1, -1)):
     """Out and lse over the keys first .. end - 1, with a bias of -slope * |i + S - T - j|."""
     k, v = (x[:, first:end].repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     T, S = q.shape[1], k.shape[1]
@@ -23,6 +24,9 @@ def plain(q, k, v, slopes=None, causal=False, scale=None, first=0, end=None):
         scores = scores - slopes * distance.abs()
     if causal:
         scores = scores.masked_fill(distance < 0, -torch.inf)
+    for limit, beyond in zip(window, (distance, -distance), strict=True):
+        if limit >= 0:
+            scores = scores.masked_fill(beyond > limit, -torch.inf)
     weights = scores.softmax(-1).nan_to_num()
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
@@ -233,7 +237,7 @@ def test_what_lies_outside_of_the_filled_positions_changes_nothing(caches, garba
 @pytest.mark.parametrize(
     ("option", "error"),
     [
-        ({"window_size": (4, 0)}, NotImplementedError),
+        ({"window_size": 4}, TypeError),
         ({"alibi_slopes": torch.ones(H + 1)}, ValueError),
     ],
 )
@@ -296,9 +300,38 @@ def test_a_window_may_say_causal():
     for window in ((S - 1, 0), (S + 3, -1), (S - 1, 2), (-1, 2)):
         taken = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=window)
         assert torch.equal(taken, causal)
-    for options in (dict(causal=True, window_size=(S - 2, -1)), dict(window_size=(-1, T - 2))):
-        with pytest.raises(NotImplementedError, match="window_size must be"):
-            flash_attn.flash_attn_func(q, k, v, **options)
+
+
+@pytest.mark.parametrize("lengths", [(7, 11), (11, 4), (9, 9)], ids=str)
+@pytest.mark.parametrize("window", [(2, 3), (0, 1), (3, -1), (-1, 2), (2, 0), (40, 6), (5, 40)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_hides_what_lies_beyond(lengths, window, causal):
+    q, k, v = inputs(*lengths)
+    options = {"causal": causal, "alibi_slopes": SLOPES["one row"]}
+    out, lse, _ = flash_attn.flash_attn_func(
+        q, k, v, window_size=window, return_attn_probs=True, **options
+    )
+    want = plain(q, k, v, SLOPES["one row"], causal, window=window)
+    same_with_gradients((out, lse), want, (q, k, v))
+
+
+def test_a_window_in_packed_sequences_and_in_a_cache(caches):
+    q, k, v = (torch.randn(n, h, D) for n, h in ((17, H), (17, G), (17, G)))
+    starts = offsets(0)
+    out = flash_attn.flash_attn_varlen_func(
+        q, k, v, starts, starts, 8, 8, causal=True, window_size=(2, 0)
+    )
+    for a, b in itertools.pairwise(starts.tolist()):
+        want, _ = plain(q[None, a:b], k[None, a:b], v[None, a:b], None, True, window=(2, 0))
+        torch.testing.assert_close(out[a:b], want[0])
+    q, filled = torch.randn(3, 2, H, D), torch.tensor([4, 9, 6], dtype=torch.int32)
+    out = flash_attn.flash_attn_with_kvcache(
+        q, *caches, cache_seqlens=filled, causal=True, window_size=(3, 0)
+    )
+    for b, end in enumerate(filled.tolist()):
+        own = (x[b : b + 1] for x in (q, *caches))
+        want, _ = plain(*own, None, True, end=end, window=(3, 0))
+        torch.testing.assert_close(out[b : b + 1], want)
 
 
 def test_dropout_keeps_the_mean():
@@ -414,11 +447,10 @@ WRONG_KINDS = [
     (call, dict(alibi_slopes=[0.5] * H), "alibi_slopes must be a tensor of floating .*, got list"),
     (varlen, dict(of_q=t([0.0, 7.0])), r"cu_seqlens_q must be integers \[B \+ 1\], got float32"),
     (cached, dict(cache_seqlens=2.0), "cache_seqlens must hold integers, got float"),
+    (call, dict(window_size=(4.0, 0)), r"window_size must be two integers, .*, got \(4.0, 0\)"),
 ]
 NOT_BUILT = [
     (call, dict(softcap=30.0), r"softcap must be at most 0 \(none\), .*, got 30.0"),
-    (call, dict(window_size=(4, 0)), r"window_size must be .* for causal: .*; got \(4, 0\)"),
-    (call, dict(window_size=(-1, 3)), r"window_size must be .*; got \(-1, 3\)"),
     (call, PROBS, "return_attn_probs must be False with dropout, .*; got dropout_p=0.1"),
     (varlen, dict(block_table=OF_2), "block_table must be None, .*: gather the pages .*Tensor"),
     (cached, dict(rotary_cos=Q), "rotary_cos must be None, .*: rotate q and k before .*Tensor"),

@@ -55,6 +55,12 @@ ATTENTION = {
          "mask must hold bool, True for what takes part, or .* added to the scores, got int64"),
         (dict(positions=torch.ones(2, 7, dtype=torch.bfloat16)),
          "positions must be float32, .*, got bfloat16"),
+        (dict(window=3), r"window must be \(left, right\), two integers: .*; got 3"),
+        (dict(window=(3, 0, 0)), r"window must be .*; got \(3, 0, 0\)"),
+        (dict(window=(3.0, 0)), r"window must be .*; got \(3.0, 0\)"),
+        (dict(window=(True, 0)), r"window must be .*; got \(True, 0\)"),
+        (dict(query_range=[[0, 1]]), "query_range must be a torch.Tensor, got list"),
+        (dict(query_range=torch.ones(5, 2)), "query_range must be int32 or int64, got float32"),
         (dict(scale="1"), "scale must be a number, got '1'"),
         (dict(dropout=True), "dropout must be a number, got True"),
         (dict(causal=1), "causal must be True or False, got 1"),
@@ -106,6 +112,16 @@ ATTENTION = {
          r" = \[2, 7\] or \[B, H, S\] = \[2, 4, 7\], got \[2, 2, 7\]"),
         (dict(positions=torch.ones(2, 7, device="meta")), "positions is on meta but q is on cpu"),
         (dict(positions=-torch.arange(7.0)[None]), "positions must not fall, got -1.0 after -0.0"),
+        (dict(window=(-2, 0)), r"window must be at least -1 on each side, got \(-2, 0\)"),
+        (dict(window=[4, -3]), r"window must be at least -1 on each side, got \[4, -3\]"),
+        (dict(query_range=ints([0, 1])),
+         r"query_range .* \[T, 2\] = \[5, 2\] or \[B, T, 2\] = \[2, 5, 2\], got \[1, 2\]"),
+        (dict(query_range=ints(*[[0, 7]] * 4, [3, 8])),
+         r"query_range must be 0 <= first <= end <= S = 7, got \[3, 8\] for query 4"),
+        (dict(query_range=ints([[0, 7]] * 5, [*[[0, 7]] * 4, [5, 3]])),
+         r"query_range must be .*, got \[5, 3\] for query 4 of batch row 1"),
+        (dict(query_range=torch.zeros(5, 2, dtype=INT, device="meta")),
+         "query_range is on meta but q is on cpu"),
         (dict(scale=float("inf")), "scale must be finite, got inf"),
         (dict(dropout=1 - 2**-33), r"dropout must be in \[0, 1 - 2\^-32\], got 0.99999999988"),
         (dict(dropout=-0.1), r"dropout must be in \[0, 1 - 2\^-32\], got -0.1"),
@@ -135,8 +151,15 @@ VARLEN = {
         (dict(key_range=torch.ones(2, 2)), "key_range must hold integers, got float32"),
         (dict(query_start=torch.ones(2)), "query_start must hold integers, got float32"),
         (dict(slopes=[1j] * 4), "slopes must hold real numbers, got complex128"),
+        (dict(window=3), "window must be .*; got 3"),
+        (dict(query_range=torch.ones(5, 2)), "query_range must be int32 or int64, got float32"),
     ],
     ValueError: [
+        (dict(window=(0, -2), offsets_q=(0, 0), q=(0, 4, 8), offsets_k=(0, 7)),
+         r"window must be at least -1 on each side, got \(0, -2\)"),
+        (dict(query_range=ints([0, 1])), r"query_range .* \[total_q, 2\] = \[5, 2\], got .1, 2"),
+        (dict(query_range=ints(*[[0, 3]] * 2, *[[0, 4]] * 2, [1, 5])),
+         r"query_range .* <= 4, the keys of the sequence, got \[1, 5\] in row 4"),
         (dict(offsets_q=(0.0, 5.0)), "cu_seqlens_q must be a row of integers, got float32"),
         (dict(offsets_q=((0, 5),)), r"cu_seqlens_q must be a row of .*, got int64 \[1, 2\]"),
         (dict(q=(1, 5, 4, 8)), r"q must have 3 axes, total, heads, size, got \[1, 5, 4, 8\]"),
@@ -384,4 +407,4 @@ def test_a_slow_fallback_warns_once(monkeypatch):
 def test_every_message_of_the_checks_has_a_row():
     """A new rule cannot come without its message here (of points: in test_points.py)."""
     source = Path(_request.__file__).read_text() + Path(_dispatch.__file__).read_text()
-    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 50
+    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 57

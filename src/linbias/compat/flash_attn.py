@@ -13,7 +13,7 @@ What differs, in all functions:
   alibi_slope * (i + S - T). A row that sees no key has zeros and softmax_lse = inf, as there.
 - `return_attn_probs` gives None for S_dmask, and is refused with dropout.
 - `dropout_p` draws another mask, by PyTorch's generator.
-- Not built, and refused: local windows, `softcap`, rotary embeddings, paged caches.
+- Not built, and refused: `softcap`, rotary embeddings, paged caches.
 - `deterministic` and `num_splits` change nothing: results always repeat bit for bit.
 """
 
@@ -22,6 +22,7 @@ from linbias import _extras
 _extras.require("linbias.compat.flash_attn")
 
 import itertools
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,8 @@ def flash_attn_func(
         dropout_p: Probability that a weight is dropped, in [0, 1 - 2^-32]. Pass 0 in evaluation.
         softmax_scale: Factor on q . k. None means D ** -0.5.
         causal: Hide the keys after the query; the last query stands at the last key.
-        window_size: (-1, -1), or (-1, 0), which is causal. Sides that hide nothing count as -1.
+        window_size: (left, right): a query sees so many keys before and after its own, and all of
+            a side below 0. (..., 0) is causal, and causal hides the right side.
         softcap: At most 0, which means none.
         alibi_slopes: [H] or [B, H], at least 0. None means no bias.
         deterministic: Changes nothing.
@@ -400,7 +402,7 @@ class _Options(NamedTuple):
             )
         return {
             "slopes": _slopes(function, self.alibi_slopes, B, H),
-            "causal": _is_causal(function, self.causal, self.window_size, T, S),
+            **_window(function, self.causal, self.window_size, T, S),
             "scale": self.softmax_scale,
             "dropout": self.dropout_p,
             "return_lse": bool(self.return_attn_probs),
@@ -445,19 +447,22 @@ def _as_theirs(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
 
 
-def _is_causal(function: str, causal: bool, window_size: tuple[int, int], T: int, S: int) -> bool:
-    """Whether keys after the query are hidden; flash-attn says it by a window, too.
-
-    No key stands more than S - 1 before a query or T - 1 after it; sides of S count as none.
-    """
-    left, right = window_size
-    if 0 <= left < S - 1 or (0 < right < min(S, T - 1) and not causal):
-        raise NotImplementedError(
-            f"{function}: window_size must be (-1, -1), or (-1, 0) for causal: other windows are"
-            " not built, and steep slopes leave far keys unread without one;"
-            f" got {tuple(window_size)}"
-        )
-    return bool(causal) or right == 0
+def _window(
+    function: str, causal: bool, window_size: tuple[int, int], T: int, S: int
+) -> dict[str, Any]:
+    """`causal` and `window` of ours; flash-attn says causal by a window, too."""
+    try:
+        left, right = window_size
+        left, right = operator.index(left), operator.index(right)
+    except TypeError as error:
+        raise TypeError(
+            f"{function}: window_size must be two integers, (left, right), got {window_size!r}"
+        ) from error
+    # No key stands more than S - 1 before a query or T - 1 after it.
+    left = left if 0 <= left < S - 1 else -1
+    shown = right if 0 < right < T - 1 else -1
+    window = None if left == shown == -1 else (left, shown)
+    return {"causal": bool(causal) or right == 0, "window": window}
 
 
 def _slopes(function: str, alibi_slopes: Any, B: int, H: int) -> Tensor | list[float]:

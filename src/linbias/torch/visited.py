@@ -68,7 +68,23 @@ def visited(
     counts = chosen.operators.forward(*inputs._replace(precise=True))[3]
     first, end, tile_rows = chosen.visited_keys(inputs, counts)
     first, end = first.cpu(), end.cpu()
+    if inputs.query_range is not None:
+        low, high = _seen_by_tiles(inputs.query_range.cpu(), tile_rows)
+        first = torch.maximum(first, low)
+        end = torch.maximum(first, torch.minimum(end, high))
     return Visited(first, end, tile_rows, _work_kept(inputs, first, end, tile_rows))
+
+
+def _seen_by_tiles(ranges: Tensor, tile_rows: int) -> tuple[Tensor, Tensor]:
+    """The first and one past the last key in the ranges [B, T, 2] of each tile: [B, 1, tiles]."""
+    tiles = []
+    for rows in ranges.long().split(tile_rows, dim=1):
+        first, end = rows.unbind(-1)
+        empty = first >= end
+        low = first.masked_fill(empty, torch.iinfo(torch.int64).max).amin(1)
+        tiles.append((low, end.masked_fill(empty, 0).amax(1)))
+    first, end = (torch.stack(x, -1)[:, None] for x in zip(*tiles, strict=True))
+    return torch.minimum(first, end), end
 
 
 def _work_kept(inputs: Inputs, first: Tensor, end: Tensor, tile_rows: int) -> Tensor:
@@ -85,6 +101,9 @@ def _work_kept(inputs: Inputs, first: Tensor, end: Tensor, tile_rows: int) -> Te
             low = torch.where(hidden, torch.maximum(low, position), low)
         else:
             high = torch.where(hidden, torch.minimum(high, position + 1), high)
+    if inputs.query_range is not None:
+        own_first, own_end = inputs.query_range.cpu()[:, None].unbind(-1)
+        low, high = torch.maximum(low, own_first), torch.minimum(high, own_end)
     tile = torch.arange(T) // tile_rows
     first, end = first[..., tile], end[..., tile]
     read = torch.minimum(high, end) - torch.maximum(low, first)

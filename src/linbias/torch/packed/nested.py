@@ -26,6 +26,8 @@ def attention(
     for name, offsets in (("positions", key_starts), ("query_positions", starts)):
         if options.get(name) is not None:
             options[name] = _packed_places(name, options[name], offsets)
+    if options.get("query_range") is not None:
+        options["query_range"] = _packed_ranges(options["query_range"], starts)
     for name in ("mask", "key_bound"):
         if options.pop(name, None) is not None:
             raise ValueError(f"attention: {name} cannot be given with nested tensors")
@@ -55,6 +57,19 @@ def _packed_places(name: str, x: Any, starts: Tensor) -> Tensor:
     if by_rows.offsets() is not starts and not torch.equal(by_rows.offsets(), starts):
         raise ValueError(f"attention: {name} is a nested tensor whose sequences differ in length")
     return by_rows.values()
+
+
+def _packed_ranges(ranges: Any, starts: Tensor) -> Tensor:
+    """Nested ranges [B, lengths, 2] end to end, [total, 2]."""
+    if not is_nested(ranges) or ranges.layout != torch.jagged or ranges.dim() != 3:
+        raise TypeError(
+            "attention: query_range of nested tensors must be a jagged tensor [B, lengths, 2]"
+        )
+    if not torch.equal(ranges.offsets(), starts):
+        raise ValueError(
+            "attention: query_range is a nested tensor whose sequences differ in length"
+        )
+    return ranges.values()
 
 
 def as_jagged(*arrays: Tensor) -> tuple[Tensor, ...]:

@@ -28,10 +28,12 @@ class Packed(NamedTuple):
     seed: Tensor | None = None  # of dropout; None: drawn from PyTorch's generator as it stands
     key_range: Tensor | None = None
     query_start: Tensor | None = None
+    query_range: Tensor | None = None
     causal: bool = True
     scale: float | None = None
     dropout: float = 0.0
     tolerance: float | None = None
+    window: tuple[int, int] | None = None
     implementation: str = "auto"
 
 

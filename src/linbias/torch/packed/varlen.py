@@ -31,6 +31,8 @@ class Options(TypedDict, total=False):
     query_start: Tensor | None
     positions: Positions | None
     query_positions: Positions | None
+    window: tuple[int, int] | None
+    query_range: Tensor | None
     dropout: float
     tolerance: float | None
 
@@ -61,6 +63,7 @@ def attention_varlen(
         cu_seqlens_q: [B + 1], integers from 0 to total_q that do not fall.
         cu_seqlens_k: [B + 1], likewise for k and v.
         key_range, query_start: As for `attention`, counted from the first key of each sequence.
+        query_range: [total_q, 2], likewise.
         positions: [total_k] or [total_k, H], otherwise as for `attention`: where keys stand. Only
             differences within a sequence count. Sequences of one length share a call.
         query_positions: [total_q] or [total_q, H], likewise: where queries stand.
@@ -140,8 +143,11 @@ def _run(call: packed.Packed) -> packed.Results:
         # The empty result is a function of its arguments, too, with gradients of zeros.
         nothing = sum(y.sum() for y in (q, k, v, left, right) if y is not None)
         outs, lses = [outs[0] + nothing], [lses[0] + nothing]
+    _request.check_window("attention_varlen", call.window, call.causal)
     options: dict[str, Any] = {"causal": call.causal, "scale": call.scale, "lse": True}
-    options |= {"dropout": call.dropout, "tolerance": call.tolerance}
+    options |= {"dropout": call.dropout, "tolerance": call.tolerance, "window": call.window}
+    if call.query_range is not None:
+        _check_ranges(call.query_range, lengths_q, lengths_k)
     for batch in batches:
         rows, real = _padded(starts_q, batch)
         keys, held = _padded(starts_k, batch)
@@ -160,6 +166,8 @@ def _run(call: packed.Packed) -> packed.Results:
             placed["positions"] = _take_places(x, keys)
         if xq is not None:
             placed["query_positions"] = _take_places(xq, rows)
+        if call.query_range is not None:
+            placed["query_range"] = _take(call.query_range[:, None], rows, real)[:, 0]
         queries = _take(q, rows, real)
         own_k, own_v = (_take(y, keys, held) for y in (k, v))
         inputs, problem = prepare("attention", queries, own_k, own_v, own[0], **placed, **options)
@@ -203,6 +211,20 @@ def _placement(
     ranges = ranges.expand(B, num_key_heads, 2)
     starts = last_end(ranges) - lengths_q if query_start is None else query_start.cpu().long()
     return ranges, starts
+
+
+def _check_ranges(ranges: Tensor, lengths_q: Tensor, lengths_k: Tensor) -> None:
+    """query_range is [total_q, 2], of each query within the keys of its sequence."""
+    function, total = "attention_varlen", int(lengths_q.sum())
+    described = describe("query_range", ranges, function)
+    _request.check_query_range(function, described, total)
+    own = lengths_k.repeat_interleave(lengths_q)
+    first, end = ranges.cpu().unbind(1)
+    for row in (~((first >= 0) & (first <= end) & (end <= own))).nonzero()[:1, 0].tolist():
+        raise ValueError(
+            f"{function}: query_range must be 0 <= first <= end <= {own[row]}, the keys of the"
+            f" sequence, got {[int(first[row]), int(end[row])]} in row {row}"
+        )
 
 
 def _batches(lengths_q: list[int], lengths_k: list[int], grain: int) -> list[list[int]]:
