@@ -122,8 +122,8 @@ def test_interpolated_slopes_follow_the_tokens_of_each_row(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("length", [4, 6, 7, 14, 15, 16, 31])  # at once, by a mask, in blocks of 5
-def test_a_window_is_the_same_however_it_runs(length: int) -> None:
+@pytest.mark.parametrize("length", [4, 16, 31])
+def test_a_window_weighs_what_it_attends_to(length: int) -> None:
     method = make("window")
     q, k, v = (torch.randn(2, heads, length, 6, dtype=torch.float64) for heads in (4, 2, 2))
     ends = torch.tensor([[0, length], [1, length - 1]])

@@ -232,3 +232,30 @@ def test_ranges_say_what_masks_say():
         got = attention(q, k, v, causal=False, query_range=torch.tensor(case.row_ranges))
         want = attention(q, k, v, causal=False, mask=mask, implementation="dense")
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("variant", ("causal", "symmetric"))
+def test_a_layer_with_a_window(variant):
+    layer = linbias.torch.MultiheadAttention(
+        16, 2, variant=variant, batch_first=True, window=(3, 2)
+    )
+    x, keys = torch.randn(2, 21, 16), torch.arange(21)
+    padding = keys >= torch.tensor([[21], [15]])
+    back = keys[:, None] - keys
+    hidden = (back > 3) | (back < (0 if variant == "causal" else -2))
+    out, weights = layer(x, key_padding_mask=padding, need_weights=True)
+    assert not weights[0][hidden].any()
+    layer.window = None
+    want, _ = layer(x, key_padding_mask=padding, attn_mask=hidden, need_weights=False)
+    torch.testing.assert_close(out[~padding], want[~padding])
+    layer.window = (3, 2)
+    nested = layer(torch.nested.nested_tensor([x[0], x[1, :15]], layout=torch.jagged))[0]
+    torch.testing.assert_close(nested.values(), out[~padding])
+
+
+def test_a_layer_says_what_is_wrong_with_its_window():
+    with pytest.raises(ValueError, match="MultiheadAttention: window must be at least -1"):
+        linbias.torch.MultiheadAttention(16, 2, window=(-3, 0))
+    layer = linbias.torch.MultiheadAttention(16, 2, variant="symmetric", window=(3, 3))
+    with pytest.raises(ValueError, match="points cannot be given with window"):
+        layer(torch.randn(5, 1, 16), points=torch.rand(5, 2))

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, pad
+from torch.nn.functional import dropout
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
@@ -164,54 +164,14 @@ class LittleBird(Asymmetric):
 
 
 class LocalWindow(Sloped):
-    """Hide keys that are farther than `window` from the query, beside symmetric slopes; T = S.
-
-    Queries run in blocks of `window`, each with the 3 * window keys around it: cost is linear.
-    """
+    """Hide keys that are farther than `window` from the query, beside symmetric slopes."""
 
     def __init__(self, config: PreTrainedConfig, causal: bool = False) -> None:
         super().__init__(config, causal)
-        self._window = config.window
+        self._window = config.window, config.window
 
     def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
-        found = super().fall(q, num_keys, options)
-        if num_keys > self._window + 1:  # else nothing is hidden
-            steps = torch.arange(num_keys, device=q.device)
-            found["mask"] = (steps[:, None] - steps).abs() <= self._window
-        return found
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
-        (B, _, S, _), window = q.shape, self._window
-        assert k.shape[2] == S, "a window is read without a cache"
-        if S <= 3 * window:  # fewer scores than in blocks
-            return super().attend(q, k, v, options)
-        slopes = super().fall(q, S, options)["slopes"]
-        steps = torch.arange(3 * window, device=q.device)
-        count = math.ceil(S / window)
-        behind = count * window - S
-        blocks = pad(q, (0, 0, 0, behind)).unflatten(2, (count, window))
-        k, v = (
-            pad(x, (0, 0, window, behind + window)).unfold(2, 3 * window, window) for x in (k, v)
-        )
-        first, end = _ends(options, B, S, q.device)
-        starts = torch.arange(-1, count - 1, device=q.device) * window  # of each block's keys
-        key_range = (torch.stack([first, end], dim=-1)[:, None] - starts[:, None]).clamp(
-            0, 3 * window
-        )
-        near = (steps[:window, None] + window - steps).abs() <= window
-        how: Any = {"dropout": options.dropout, "implementation": self.implementation}
-        out = attention(
-            blocks.transpose(1, 2).flatten(0, 1),
-            k.permute(0, 2, 1, 4, 3).flatten(0, 1),
-            v.permute(0, 2, 1, 4, 3).flatten(0, 1),
-            slopes if slopes.dim() == 1 else slopes.repeat_interleave(count, dim=0),
-            key_range=key_range.flatten(0, 1),
-            query_start=torch.full((B * count,), window, device=q.device),
-            mask=near,
-            causal=False,
-            **how,
-        )
-        return out.unflatten(0, (B, count)).transpose(1, 2).flatten(2, 3)[:, :, :S]
+        return {**super().fall(q, num_keys, options), "window": self._window}
 
 
 def _ends(options: AttendOptions, B: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:

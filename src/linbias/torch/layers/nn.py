@@ -62,7 +62,7 @@ class MultiheadAttention(nn.Module):
         schedule, max_bias: As for `linbias.slopes`.
         metric, global_tokens: As for `linbias.torch.attention_points`, of calls with points. A
             layer with global tokens, such as a class token, has no others.
-        implementation: As for `linbias.torch.attention`.
+        window, implementation: As for `linbias.torch.attention`. Points have no window.
         device, dtype: Of the parameters; those of learned slopes are at least float32.
 
     Raises:
@@ -103,6 +103,7 @@ class MultiheadAttention(nn.Module):
         max_bias: float = 8.0,
         metric: str = "euclidean",
         global_tokens: int = 0,
+        window: tuple[int, int] | None = None,
         implementation: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -127,7 +128,9 @@ class MultiheadAttention(nn.Module):
         self.learned = variant == "asymmetric" if learned is None else learned
         self.metric = metric
         self.global_tokens = global_tokens
+        self.window = window
         self.implementation = implementation
+        _request.check_window("MultiheadAttention", window, is_causal(variant))
         if self.learned not in (False, True, "sigmoid"):
             raise ValueError(
                 "MultiheadAttention: learned must be False, True or 'sigmoid',"
@@ -384,7 +387,8 @@ class MultiheadAttention(nn.Module):
         causal = causal or self.causal
         sides = self.slopes, None if causal else self.right_slopes
         left, right = (x if x is None or heads is None else x[heads] for x in sides)
-        return {"slopes": left, "causal": causal, "right_slopes": right}
+        options = {"slopes": left, "causal": causal, "right_slopes": right}
+        return {**options, "window": self.window}
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         dropout = self.dropout if self.training else 0.0
@@ -446,7 +450,7 @@ class MultiheadAttention(nn.Module):
                 "MultiheadAttention: points know no left and right: variant must be symmetric or"
                 f" none, got {self.variant!r}"
             )
-        for name, other in others.items():
+        for name, other in {**others, "window": self.window}.items():
             if other is not None:
                 raise ValueError(f"MultiheadAttention: points cannot be given with {name}")
         if self.training and self.dropout:
