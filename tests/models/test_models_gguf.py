@@ -348,6 +348,8 @@ def test_a_path_without_a_file_and_a_file_to_convert_are_refused(tmp_path: Path)
     with pytest.raises(ValueError, match=r"load: folder must be a folder or a file, got '.*gguf'"):
         load(path)
     write(path, *gguf_files.model("jina-bert-v2"))
+    with pytest.raises(ValueError, match=r"with a config.json, got '.*' \(name one of its GGUF"):
+        load(tmp_path)
     with pytest.raises(ValueError, match=r"convert: folder must be a folder, got the file"):
         convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -43,8 +43,9 @@ class Files:
             return cls._of_gguf(caller, name, argument)
         may_be_id = not is_here and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
         if not may_be_id and not Path(folder, "config.json").is_file():
+            more = " (name one of its GGUF files)" if any(Path(folder).glob("*.gguf")) else ""
             raise ValueError(
-                f"{caller}: {argument} must be a folder with a config.json, got {name!r}"
+                f"{caller}: {argument} must be a folder with a config.json, got {name!r}{more}"
             )
         found = cls(name, {}, is_here or not answers())
         with one_error(caller, name):
