@@ -1,11 +1,11 @@
 """Models with ALiBi: those of every family, and models to train.
 
-`load` reads a folder or a name of the Hugging Face Hub; `fuse` and `unfuse` take a BLOOM, Falcon
-or MPT model at hand; `prepack` has any of them read faster on a CPU; `embed` makes vectors of
-documents; `convert` writes encoders as folders that Transformers reads alone; `WindowCache` reads
-endless texts. `LinbiasForCausalLM`, `LinbiasForMaskedLM` and `LinbiasForConditionalGeneration` are
-models to train. Importing this changes nothing in Transformers; `install` makes the families known
-to its Auto classes.
+`load` reads a folder, a GGUF file or a name of the Hugging Face Hub; `fuse` and `unfuse` take a
+BLOOM, Falcon or MPT model at hand; `prepack` has any of them read faster on a CPU; `embed` makes
+vectors of documents; `convert` writes encoders as folders that Transformers reads alone;
+`WindowCache` reads endless texts. `LinbiasForCausalLM`, `LinbiasForMaskedLM` and
+`LinbiasForConditionalGeneration` are models to train. Importing this changes nothing in
+Transformers; `install` makes the families known to its Auto classes.
 """
 
 # ruff: noqa: F401  # not all that is made here is listed below

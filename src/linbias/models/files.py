@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.utils import cached_file
 
 from linbias._run.hub import answers
+from linbias.models.gguf.file import GgufFile
 
 Weights = dict[str, Tensor]  # by name; of a folder that is only looked at, on the device "meta"
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -30,6 +31,7 @@ class Files:
     name: str
     settings: Mapping[str, Any]
     local_files_only: bool
+    gguf: GgufFile | None = None  # the file that is all there is, instead of a folder
 
     @classmethod
     def at(cls, caller: str, folder: "str | Path | Files", argument: str = "folder") -> "Files":
@@ -37,10 +39,13 @@ class Files:
         if isinstance(folder, Files):
             return folder
         name, is_here = str(folder), Path(folder).exists()
+        if name.endswith(".gguf") and not Path(folder).is_dir():
+            return cls._of_gguf(caller, name, argument)
         may_be_id = not is_here and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
         if not may_be_id and not Path(folder, "config.json").is_file():
+            more = " (name one of its GGUF files)" if any(Path(folder).glob("*.gguf")) else ""
             raise ValueError(
-                f"{caller}: {argument} must be a folder with a config.json, got {name!r}"
+                f"{caller}: {argument} must be a folder with a config.json, got {name!r}{more}"
             )
         found = cls(name, {}, is_here or not answers())
         with one_error(caller, name):
@@ -56,6 +61,14 @@ class Files:
             if not isinstance(settings, dict):
                 raise ValueError(f"config.json must hold a JSON object, got {settings!r:.40}")
         return replace(found, settings=settings)
+
+    @classmethod
+    def _of_gguf(cls, caller: str, name: str, argument: str) -> "Files":
+        if not Path(name).is_file():
+            raise ValueError(f"{caller}: {argument} must be a folder or a file, got {name!r}")
+        with one_error(caller, name):
+            gguf = GgufFile.at(Path(name))
+            return cls(name, gguf.settings, True, gguf)
 
     @property
     def model_type(self) -> object:
@@ -86,10 +99,14 @@ class Files:
 
     def look_at_weights(self) -> Weights:
         """The weights by name, without their numbers: on the device "meta"."""
+        if self.gguf is not None:
+            return self.gguf.look()
         return self._read(_look_at, "meta")
 
-    def read_weights(self) -> Weights:
-        """The weights by name, on the CPU."""
+    def read_weights(self, dtype: torch.dtype = torch.float32) -> Weights:
+        """The weights by name, on the CPU; those that a GGUF file holds in 8 bits as `dtype`."""
+        if self.gguf is not None:
+            return self.gguf.read(dtype)
         return self._read(load_file, "cpu")
 
     def _read(self, read_safetensors: Callable[[Path], Weights], device: str) -> Weights:

@@ -1,0 +1,1 @@
+"""Models with ALiBi in GGUF files, as llama.cpp's converter writes them."""
