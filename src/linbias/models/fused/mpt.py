@@ -151,6 +151,7 @@ def bias(config: MptConfig, options: Options) -> Bias:
         scale=attention.softmax_scale or (config.hidden_size / config.n_heads) ** -0.5,
         rounded=None,
         train_length=config.max_seq_len,
+        counts_hidden=True,
     )
 
 
