@@ -5,25 +5,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BloomConfig, BloomForCausalLM, StaticCache
+from transformers import StaticCache
 
 from contract import rows
-from linbias.models import fuse
 from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
-from small_models import VOCAB, assert_same, both_families, build, every_position, settings, tokens
+from small_models import assert_same, both_families, build, every_position, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
 
-def fused_bloom() -> Any:
-    config = BloomConfig(vocab_size=VOCAB, hidden_size=32, n_head=4, n_layer=1)
-    return fuse(BloomForCausalLM(config).double().eval(), implementation="dense")
-
-
-def read(mask: list[list[int]], num_cached: int = 0) -> TokenLayout:
+def read(mask: list[list[int]], num_cached: int = 0, **options: Any) -> TokenLayout:
     mask = torch.tensor(mask)
     ids = torch.zeros(len(mask), mask.shape[1] - num_cached)
-    return read_attention_mask("model", mask, ids, num_cached)
+    return read_attention_mask("model", mask, ids, num_cached, **options)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +57,20 @@ def test_a_mask_may_be_as_long_as_the_room_of_a_static_cache() -> None:
             read_attention_mask("model", longer, torch.zeros(2, 8), 1, **options)
     with pytest.raises(ValueError, match=rf"{shape}\[2, 3\]"):
         read_attention_mask("model", longer, ids, 1)
+
+
+def test_rows_with_holes_have_an_order_in_which_tokens_stand_together() -> None:
+    layout = read([[0, 1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1, 0]], 2, allows_holes=True)
+    assert layout.positions.tolist() == [[1, 1, 1, 2, 3], [2, 3, 4, 5, 5]]
+    assert layout.key_range.tolist() == [[0, 4], [0, 6]]
+    assert layout.query_start.tolist() == [1, 2]
+    assert layout.holes.keys.tolist() == [[1, 2, 5, 6, 0, 3, 4], [*range(7)]]
+    assert layout.holes.queries.tolist() == [[0, 3, 4, 1, 2], [*range(5)]]
+    last = layout.last_queries(2)
+    assert last.query_start.tolist() == [2, 5]
+    assert last.holes.queries.tolist() == [[0, 1], [0, 1]]
+    # Without a hole there is nothing to put in order, in eager mode.
+    assert read([[0, 1, 1, 1, 0], [1] * 5], allows_holes=True).holes is None
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(2, 5), torch.full((2, 5), True)])
@@ -110,19 +118,19 @@ def test_padded_batches_compile_into_one_graph(position: str) -> None:
     assert_same(logits[mask == 1], model(ids, mask).logits[mask == 1])
 
 
-@pytest.mark.parametrize("kind", rows("linbias", ("linbias",), ("bloom",)))
-@torch.no_grad()
-def test_a_compiled_model_refuses_gaps_when_it_runs(kind: str) -> None:
+def test_a_graph_that_allows_no_holes_refuses_them_when_it_runs() -> None:
     torch._dynamo.reset()
-    model: Any = fused_bloom() if kind == "bloom" else build(attention_implementation="dense")
     ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def key_range(mask: Tensor) -> Tensor | None:
+        return read_attention_mask("model", mask, ids, 0).key_range
+
     mask[1, :4] = 0
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    logits = compiled(ids, attention_mask=mask, use_cache=False).logits
-    assert_same(logits[mask == 1], model(ids, attention_mask=mask).logits[mask == 1])
+    assert key_range(mask).tolist() == [[0, 9], [4, 9]]
     mask[1, 2] = 1
-    with pytest.raises(RuntimeError, match="attention_mask must mark one unbroken run of tokens"):
-        compiled(ids, attention_mask=mask, use_cache=False)
+    with pytest.raises(RuntimeError, match="model: attention_mask must mark one unbroken run"):
+        key_range(mask)
 
 
 # In models. What is said at padding on the right and the slopes tell whether it is hidden: what

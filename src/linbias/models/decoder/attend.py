@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import Cache
 
 from linbias.models.decoder.cache import attending_layer, growing_layer, keep_beside, key_bound
+from linbias.models.decoder.holes import take
 from linbias.models.decoder.layout import TokenLayout
 from linbias.models.decoder.positions import NO_OPTIONS, AttendOptions, LinearBias, Position
 
@@ -66,32 +67,47 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor |
             bound = key_bound(cache.layers[layer])
     if keep is not None:
         layout, q = layout.last_queries(keep), q[:, :, q.shape[2] - keep :]
+    num_keys, holes = k.shape[2], layout.holes
+    if holes is not None:
+        q, k, v = take(q, holes.queries), take(k, holes.keys), take(v, holes.keys)
+        lengths = None if lengths is None else take(lengths, holes.keys)
+    positions = _positions(lengths)
+    if holes is not None and method.counts_hidden:
+        positions = holes.keys
     options = AttendOptions(
         key_range=layout.key_range,
         query_start=layout.query_start,
         key_bound=bound,
         dropout=dropout or 0.0,
-        positions=_positions(lengths),
+        positions=positions,
     )
     weights = method.weights(q, k, options) if layout.need_weights else None
-    return method.attend(q, k, v, options), weights
+    gathered = method.attend(q, k, v, options)
+    if holes is None:
+        return gathered, weights
+    whole = None if weights is None else holes.put_weights_back(weights, num_keys)
+    return holes.put_back(gathered), whole
 
 
 # Where a text starts decides shapes, which no graph can hold.
 @torch.compiler.disable
 def _gather_packed(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
     """Let every text of a packed batch attend to itself alone: its weights are zero elsewhere."""
-    method, packing, steps = how.method, how.layout.packing, how.steps
+    method, packing = how.method, how.layout.packing
     assert packing is not None
     gathered, weights = [], []
     for group in packing.groups:
         q_of, k_of, v_of = (packing.take(x, group) for x in (q, k, v))
-        key_range = group.key_range()
+        key_range, positions = group.key_range(), None
+        if how.steps is not None:
+            positions = _positions(packing.take(how.steps.lengths, group))
+        elif method.counts_hidden:
+            positions = group.positions()
         options = AttendOptions(
             key_range=key_range,
             query_start=None if key_range is None else torch.zeros_like(key_range[:, 0]),
             dropout=how.dropout or 0.0,
-            positions=_positions(None if steps is None else packing.take(steps.lengths, group)),
+            positions=positions,
         )
         gathered.append(method.attend(q_of, k_of, v_of, options))
         if how.layout.need_weights:

@@ -113,6 +113,12 @@ class DecoderBlock(decoder.DecoderBlock):
         self.dropout = nn.Identity()
 
 
+class IndexedAlibi(Alibi):
+    """Distances count every place of a row, as the original's do."""
+
+    counts_hidden = True
+
+
 class BaichuanPreTrainedModel(decoder.DecoderPreTrainedModel):
     config_class = BaichuanConfig
 
@@ -123,7 +129,7 @@ class BaichuanModel(decoder.Decoder, BaichuanPreTrainedModel):
     def __init__(self, config: BaichuanConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position = Alibi(config)
+        self.position = IndexedAlibi(config)
         self.dropout = nn.Identity()
         self.layers = nn.ModuleList(
             DecoderBlock(config, index) for index in range(config.num_hidden_layers)

@@ -155,8 +155,8 @@ class DecoderPreTrainedModel(PreTrainedModel):
 class Decoder(DecoderPreTrainedModel):
     """Turn token ids into hidden states, one per token; a family makes the modules below.
 
-    Padding is allowed on the left and, where no more tokens follow, on the right. A padded row and
-    the same row alone give the same result; what the model says at padding means nothing.
+    Padding is allowed anywhere in a row. A padded row and its tokens alone give the same result;
+    what the model says at padding means nothing.
     """
 
     embed_tokens: nn.Module
@@ -193,8 +193,9 @@ class Decoder(DecoderPreTrainedModel):
 
         Args:
             input_ids: [B, T] token ids.
-            attention_mask: [B, S], S = cached + T; zero marks padding. The tokens of a row that
-                are no padding stand together. None means no padding.
+            attention_mask: [B, S], S = cached + T; zero marks padding, also between tokens (a
+                hole), where it takes up no distance, but in Baichuan and JAIS, whose own code
+                counts it. None means no padding.
             position_ids: [1 or B, T], the number of each token in its text. Numbers that start
                 anew mark several texts in one row, as `DataCollatorWithFlattening` packs them:
                 none sees another, and there is no cache. None: counted from the first token.
@@ -277,6 +278,7 @@ class Decoder(DecoderPreTrainedModel):
             position_ids=position_ids,
             has_cache=use_cache or cache is not None,
             has_room=has_room,
+            allows_holes=True,
         )
 
 

@@ -119,6 +119,8 @@ _RULES = {
 
 
 class StoredSlopes(Biased):
+    counts_hidden = True
+
     def __init__(self, config: JaisConfig) -> None:
         super().__init__(config)
         values = torch.tensor(slopes(config.n_head), dtype=torch.float32)

@@ -7,6 +7,10 @@ says where in the row the new tokens stand. T = 5 tokens, none cached:
     1 1 1 1 1         [0, 5]       0              0 1 2 3 4
     0 0 1 1 1         [2, 5]       0              0 0 0 1 2
     1 1 1 0 0         [0, 3]       0              0 1 2 2 2
+    1 1 0 0 1         [0, 3]       0              0 1 1 1 2
+
+Tokens of a row with a hole, such as the last, do not stand together: range and start are those of
+the row in the order of `holes.py`, in which they do.
 """
 
 from collections.abc import Callable
@@ -18,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
+from linbias.models.decoder.holes import Holes
 from linbias.models.decoder.packing import Packing, find_packing
 from linbias.torch.share import share_here
 
@@ -35,6 +40,7 @@ class TokenLayout:
     query_start: Tensor | None = None  # [B], likewise
     packing: Packing | None = None  # of rows that hold several texts
     is_token: Tensor | None = None  # [B, S]; None where every key is a token, and in packed rows
+    holes: Holes | None = None  # of rows that have some, or may: in graphs
     need_weights: bool = False
     ndim: ClassVar[int] = 0  # models look whether a mask has two or four axes: neither
 
@@ -48,8 +54,12 @@ class TokenLayout:
         skipped = self.positions.shape[1] - count
         if skipped == 0:
             return self
-        start = None if self.query_start is None else self.query_start + skipped
-        return replace(self, positions=self.positions[:, skipped:], query_start=start)
+        start, holes, positions = self.query_start, self.holes, self.positions[:, skipped:]
+        if start is not None:
+            start = start + (skipped if holes is None else holes.is_new[:, :skipped].sum(-1))
+        if holes is not None:
+            holes = holes.last_queries(count)
+        return replace(self, positions=positions, query_start=start, holes=holes)
 
     def pack(self, x: Tensor) -> Tensor:
         """Leave padding out: [N, ...] of x [B, T, ...]; but not in graphs, nor without padding."""
@@ -101,13 +111,15 @@ def read_attention_mask(
     position_ids: Tensor | None = None,
     has_cache: bool = False,
     has_room: bool = False,
+    allows_holes: bool = False,
 ) -> TokenLayout:
     """Turn an attention mask [B, S], S = num_cached + T, into positions, ranges and query_start.
 
-    The tokens of each row must stand together; a row of padding alone has an empty range. Where
-    nothing is padded, ranges and starts are None, the fast path. Without a cache, numbers that
-    start anew within a row mark several texts. In graphs no values are read: ranges are always
-    given, and a row with gaps is a RuntimeError of the compiled program.
+    The tokens of each row must stand together, unless the caller allows holes; a row of padding
+    alone has an empty range. Where nothing is padded, ranges and starts are None, the fast path.
+    Without a cache, numbers that start anew within a row mark several texts. In graphs no values
+    are read: ranges are always given, and holes too, or where they are not allowed, a row with
+    one is a RuntimeError of the compiled program.
 
     Args:
         caller: Whom errors name.
@@ -117,6 +129,8 @@ def read_attention_mask(
         position_ids: [1 or B, T], integers: the number of each new token in its text, or None.
         has_cache: Whether a cache holds the tokens, or shall hold them.
         has_room: Whether it holds more keys than tokens, as a static one does.
+        allows_holes: Whether the caller puts rows in order as `holes` of the layout say, of which
+            range and start then are. Not for a share of a sequence.
 
     Example:
         >>> ids = torch.tensor([[7, 7, 5, 6]])
@@ -128,9 +142,10 @@ def read_attention_mask(
         num_cached = int(num_cached)
     if (pieces := share_here()) is not None:
         pieces.expect(position_ids)
-        position_ids = None
+        position_ids, allows_holes = None, False
     is_token = _is_token(caller, attention_mask, B, num_cached + T, has_room)
-    layout = _layout(is_token, new_tokens, num_cached, has_room)
+    may_have_holes = _may_have_holes(caller, is_token, allows_holes)
+    layout = _layout(is_token, new_tokens, num_cached, has_room, may_have_holes)
     if position_ids is None:
         return layout
     if position_ids.shape not in ((1, T), (B, T)):
@@ -160,7 +175,11 @@ def read_attention_mask(
 
 
 def _layout(
-    is_token: Tensor | None, new_tokens: Tensor, num_cached: int | Tensor, has_room: bool
+    is_token: Tensor | None,
+    new_tokens: Tensor,
+    num_cached: int | Tensor,
+    has_room: bool,
+    may_have_holes: bool,
 ) -> TokenLayout:
     """What the mask alone says."""
     (B, T), device = new_tokens.shape[:2], new_tokens.device
@@ -171,11 +190,18 @@ def _layout(
     if is_token is None:
         key_range = torch.stack([torch.zeros_like(query_start), query_start + T], dim=-1)
         return TokenLayout(index, key_range, query_start)
-    first = (is_token.cumsum(-1) == 0).sum(-1, keepdim=True)
+    num_before, index = is_token.cumsum(-1), index.expand(B, T)  # tokens up to each place
+    positions = (num_before.gather(1, index) - 1).clamp(min=0)
     num_tokens = is_token.sum(-1, keepdim=True)
-    positions = torch.minimum(index - first, num_tokens - 1).clamp(min=0)
+    if may_have_holes:
+        is_new = is_token.gather(1, index)
+        first = torch.zeros_like(num_tokens)
+        query_start = num_tokens[:, 0] - is_new.sum(-1)
+        holes = Holes.of(is_token, is_new)
+    else:
+        first, holes = (num_before == 0).sum(-1, keepdim=True), None
     key_range = torch.cat([first, first + num_tokens], dim=-1)
-    return TokenLayout(positions, key_range, query_start, is_token=is_token)
+    return TokenLayout(positions, key_range, query_start, is_token=is_token, holes=holes)
 
 
 def _is_token(
@@ -193,16 +219,24 @@ def _is_token(
             f"{caller}: attention_mask must have shape [B, S] = {[B, S]}, got {list(shape)}"
         )
     is_token = attention_mask != 0
-    if not torch.compiler.is_compiling() and is_token.all():
-        return None
+    if has_room and not isinstance(S, int):
+        is_token = is_token & (torch.arange(shape[1], device=is_token.device) < S)
+    return None if not torch.compiler.is_compiling() and is_token.all() else is_token
+
+
+def _may_have_holes(caller: str, is_token: Tensor | None, allowed: bool) -> bool:
+    """Whether a row has a hole, or may: in graphs; an error where that is not allowed."""
+    if is_token is None or (allowed and torch.compiler.is_compiling()):
+        return is_token is not None
     starts = is_token.clone()
     starts[:, 1:] &= ~is_token[:, :-1]
     num_runs = starts.sum(-1)
     rule = f"{caller}: attention_mask must mark one unbroken run of tokens per row"
     if torch.compiler.is_compiling():
         torch._assert_async((num_runs <= 1).all(), rule)
-        return is_token
-    if (num_runs > 1).any():
+        return False
+    has_holes = bool((num_runs > 1).any())
+    if has_holes and not allowed:
         row = int((num_runs > 1).int().argmax())
         raise ValueError(f"{rule}, got {int(num_runs[row])} runs in row {row}")
-    return is_token
+    return has_holes

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linbias.models.decoder.holes import tokens_first
+
 # Lengths up to the same multiple of it share a batch, which costs less than one for each.
 _GRAIN = 64
 
@@ -19,6 +21,11 @@ _GRAIN = 64
 class Group(NamedTuple):
     rows: Tensor  # [texts, longest], of the flattened batch; a shorter text repeats its last token
     lengths: Tensor  # [texts]
+
+    def positions(self) -> Tensor | None:
+        """[texts, longest], where tokens stand that a mask parts; None where it parts none."""
+        apart = (self.rows.diff(dim=1) > 1).any()
+        return self.rows if apart else None
 
     @property
     def is_token(self) -> Tensor:
@@ -59,9 +66,8 @@ class Packing(NamedTuple):
         whole = parts[0].new_zeros(B, H, T, T)
         for part, group in zip(parts, self.groups, strict=True):
             for weight, rows, length in zip(part, group.rows, group.lengths.tolist(), strict=True):
-                row, first = divmod(int(rows[0]), T)
-                text = slice(first, first + length)
-                whole[row, :, text, text] = weight[:, :length, :length]
+                text, row = rows[:length] % T, int(rows[0]) // T
+                whole[row, :, text[:, None], text] = weight[:, :length, :length]
         return whole
 
 
@@ -70,12 +76,17 @@ class Packing(NamedTuple):
 def find_packing(position_ids: Tensor, is_token: Tensor | None) -> Packing | None:
     """Tell the texts of each row of position_ids [B, T] apart; None where each row holds one.
 
-    As in Transformers, a text starts where a number is not one more than the number before it; and
-    where padding (False in is_token [B, T]) ends or begins.
+    As in Transformers, a text starts where a number is not one more than the number before it;
+    what is hidden between two tokens (False in is_token [B, T]) may have been counted or not.
     """
     B, T = position_ids.shape
+    places = torch.arange(T, device=position_ids.device).expand(B, T)
+    if is_token is not None:
+        places = tokens_first(is_token)
+        position_ids, is_token = position_ids.gather(1, places), is_token.gather(1, places)
+    steps = position_ids.diff(dim=1)
     starts = torch.ones(B, T, dtype=torch.bool, device=position_ids.device)
-    starts[:, 1:] = position_ids.diff(dim=1) != 1
+    starts[:, 1:] = (steps != 1) & (steps != places.diff(dim=1))
     if is_token is not None:
         starts[:, 1:] &= is_token[:, 1:] & is_token[:, :-1]
     if not starts[:, 1:].any():
@@ -84,14 +95,15 @@ def find_packing(position_ids: Tensor, is_token: Tensor | None) -> Packing | Non
         starts[:, 1:] |= is_token[:, 1:] != is_token[:, :-1]
     (first,) = starts.flatten().nonzero(as_tuple=True)
     lengths = first.diff(append=first.new_tensor([B * T]))
+    rows = (places + T * torch.arange(B, device=places.device)[:, None]).flatten()
     by_length = defaultdict(list)
     for text, length in enumerate(lengths.tolist()):
         by_length[-(-length // _GRAIN)].append(text)
-    groups = tuple(_group(first[texts], lengths[texts]) for texts in by_length.values())
+    groups = tuple(_group(rows, first[texts], lengths[texts]) for texts in by_length.values())
     order = torch.cat([group.rows[group.is_token] for group in groups])
     return Packing(groups, order.argsort())
 
 
-def _group(first: Tensor, lengths: Tensor) -> Group:
+def _group(rows: Tensor, first: Tensor, lengths: Tensor) -> Group:
     steps = torch.arange(int(lengths.max()), device=first.device)
-    return Group(first[:, None] + steps.minimum(lengths[:, None] - 1), lengths)
+    return Group(rows[first[:, None] + steps.minimum(lengths[:, None] - 1)], lengths)

@@ -33,7 +33,7 @@ class AttendOptions(NamedTuple):
     query_start: Tensor | None = None  # [B]; None: the last query stands at the last key
     key_bound: Tensor | None = None  # [B, G]
     dropout: float = 0.0
-    positions: Tensor | None = None  # [B, H, S], float64, where keys stand, for `Stepped` methods
+    positions: Tensor | None = None  # [B, S] or [B, H, S], where keys stand if not at their index
 
 
 NO_OPTIONS = AttendOptions()
@@ -43,6 +43,7 @@ class Position(nn.Module):
     """No positions at all: the causal mask alone, if there is one, hints at order."""
 
     uses_key_bound = False  # whether `attend` reads options.key_bound
+    counts_hidden = False  # whether keys that a mask hides between others take up distance
 
     def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
         super().__init__()
@@ -120,6 +121,7 @@ class LinearBias:
     """Attend through `linbias.torch.attention`; a method says what scores fall by: `fall`."""
 
     uses_key_bound = True
+    counts_hidden = False
     causal = True
     implementation: str
     why_not_slopes: str

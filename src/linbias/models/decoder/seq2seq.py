@@ -24,6 +24,7 @@ from transformers.utils import can_return_tuple
 from linbias.models.decoder import decoder
 from linbias.models.decoder.cache import CACHE, takes_cache
 from linbias.models.decoder.config import LinbiasSeq2SeqConfig
+from linbias.models.decoder.holes import take
 from linbias.models.decoder.layout import TokenLayout, read_attention_mask
 from linbias.models.decoder.linbias import (
     FeedForward,
@@ -56,18 +57,23 @@ class CrossAttention(nn.Module):
         self,
         hidden: Tensor,
         memory: Tensor,
-        memory_range: Tensor | None,
+        memory_layout: TokenLayout,
         need_weights: bool,
         past_key_values: EncoderDecoderCache | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return what hidden [B, T, hidden_size] gathers, and weights [B, H, T, S], if asked."""
         q = self._heads(self.q(hidden))
         k, v = self._keys_and_values(memory, past_key_values)
+        num_keys, holes = k.shape[2], memory_layout.holes
+        if holes is not None:
+            k, v = take(k, holes.keys), take(v, holes.keys)
         flat = constant(self.no_slopes, torch.promote_types(q.dtype, torch.float32), q.device)
-        seen: Any = {"causal": False, "key_range": memory_range}
+        seen: Any = {"causal": False, "key_range": memory_layout.key_range}
         how: Any = {"dropout": self.dropout if self.training else 0.0, **seen}
         gathered = attention(q, k, v, flat, implementation=self.implementation, **how)
         weights = attention_weights(q, k, flat, **seen) if need_weights else None
+        if holes is not None and weights is not None:
+            weights = holes.put_keys_back(weights, num_keys)
         return self.out(gathered.transpose(1, 2).flatten(2)), weights
 
     def _keys_and_values(
@@ -105,7 +111,7 @@ class CrossBlock(GradientCheckpointingLayer):
         self,
         hidden: Tensor,
         memory: Tensor,
-        memory_range: Tensor | None,
+        memory_layout: TokenLayout,
         position: Position,
         layout: TokenLayout,
         past_key_values: EncoderDecoderCache | None = None,
@@ -117,7 +123,7 @@ class CrossBlock(GradientCheckpointingLayer):
         )
         hidden = hidden + self.dropout(attended)
         attended, cross_weights = self.cross_attention(
-            self.cross_norm(hidden), memory, memory_range, layout.need_weights, past_key_values
+            self.cross_norm(hidden), memory, memory_layout, layout.need_weights, past_key_values
         )
         hidden = hidden + self.dropout(attended)
         fed = self.feed_forward(self.feed_forward_norm(hidden))
@@ -156,12 +162,14 @@ class LinbiasDecoder(decoder.Decoder, LinbiasSeq2SeqPreTrainedModel):
         own = None if past_key_values is None else past_key_values.self_attention_cache
         layout = self._read_mask(attention_mask, None, embedded, own, use_cache=own is not None)
         layout = replace(layout, need_weights=output_attentions)
-        memory_range = read_attention_mask(type(self).__name__, memory_mask, memory, 0).key_range
+        memory_layout = read_attention_mask(
+            type(self).__name__, memory_mask, memory, 0, allows_holes=True
+        )
         hidden = self.before_layers(embedded, layout.positions)
         states: tuple[Tensor, ...] = ()
         attentions: tuple[Tensor, ...] = ()
         cross_attentions: tuple[Tensor, ...] = ()
-        given = (memory, memory_range, self.position, layout)
+        given = (memory, memory_layout, self.position, layout)
         for layer in self.layers:
             states += (hidden,) if output_hidden_states else ()
             hidden, weights, cross = layer(hidden, *given, past_key_values=past_key_values)
@@ -212,8 +220,8 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
 
         Args:
             input_ids: [B, S] token ids that the encoder reads.
-            attention_mask: [B, S]; zero marks padding, on either side of a row's tokens, which
-                stand together. A row of padding alone gives the decoder zeros to gather.
+            attention_mask: [B, S]; zero marks padding, as of `decoder.Decoder.forward`. A row of
+                padding alone gives the decoder zeros to gather.
             decoder_input_ids: [B, T] token ids that the decoder reads after those in the cache.
             decoder_attention_mask: [B, cached + T], likewise.
             encoder_outputs: What the encoder said before, in the place of input_ids.

@@ -46,7 +46,8 @@ def fuse(
 
     The model is changed in place, and no other; its weights and their names stay. Around
     attention runs Transformers' own code, but for the GELU, in one pass. Training, gradient
-    checkpointing, padding on either side, caches and `generate` work as before, for any length.
+    checkpointing, padding (also between tokens), caches and `generate` work as before, for any
+    length.
     Weights of attention (`output_attentions`) are computed beside it. A call whose `position_ids`
     mark several texts in a row (packed batches) is refused. `unfuse` undoes it.
 

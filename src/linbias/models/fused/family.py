@@ -46,6 +46,7 @@ class Bias(LinearBias):
 
     slopes: ModelSlopes
     scale: float  # what q . k is multiplied by
+    counts_hidden: bool = False
     implementation: str = "auto"
 
     def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
@@ -135,6 +136,7 @@ class Options:
         scale: float,
         rounded: Rounded | None,
         train_length: int | None,
+        counts_hidden: bool = False,
     ) -> Bias:
         """That of a model: slopes [H], factor on q . k, rounding of its code, and what it says."""
         heads = range(len(slopes)) if self.heads is None else self.heads
@@ -148,7 +150,12 @@ class Options:
                 "configuration does not say it"
             )
         scaled = ModelSlopes(chosen, self.slope_scale, length or 1)
-        exact = Bias(slopes=scaled, scale=scale, implementation=self.implementation)
+        exact = Bias(
+            slopes=scaled,
+            scale=scale,
+            counts_hidden=counts_hidden,
+            implementation=self.implementation,
+        )
         if rounded is None or self.rounding != "checkpoint":
             return exact
         return RoundedBias(**vars(exact), rounded=rounded)
@@ -269,6 +276,7 @@ def make_mask(
         q_offset,
         has_cache=True,
         has_room=isinstance(q_offset, Tensor) or kv_length > q_offset + q_length,
+        allows_holes=True,
     )
 
 

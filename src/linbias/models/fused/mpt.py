@@ -1,7 +1,8 @@
 """MPT: the slopes of the next power of two, every second one first, down to 2^-alibi_bias_max.
 
 Transformers 5.23 takes 2^-8 whatever the configuration says, and its bias ends at `max_seq_len`;
-the code that MPT was trained with, and ours, does neither.
+the code that MPT was trained with, and ours, does neither. Its bias counts the places of a row, so
+that keys which a mask hides between others take up distance.
 """
 
 from dataclasses import replace
@@ -151,6 +152,7 @@ def bias(config: MptConfig, options: Options) -> Bias:
         scale=attention.softmax_scale or (config.hidden_size / config.n_heads) ** -0.5,
         rounded=None,
         train_length=config.max_seq_len,
+        counts_hidden=True,
     )
 
 

@@ -91,6 +91,11 @@ class WindowLayer(NearKeys, AttendingLayer):
             )
         if self.is_initialized and len(q) != (rows := len(self.pool.keys)):
             raise ValueError(f"WindowCache: batch must have {rows} rows as before, got {len(q)}")
+        if layout.holes is not None:
+            raise ValueError(
+                "WindowCache: attention_mask must mark one unbroken run of tokens per row, "
+                "got a row with a hole"
+            )
         end = self.seen + q.shape[2]
         if layout.key_range is not None and (layout.key_range[:, 1] < end).any():
             raise ValueError("WindowCache: padding must come before each text, got some after one")
