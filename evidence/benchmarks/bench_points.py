@@ -79,7 +79,7 @@ def work_kept(name: str, q: Tensor, k: Tensor, v: Tensor, points: Tensor) -> flo
     """The share of blocks that one of our implementations reads."""
     if name not in NEAR_TO_FAR:
         return None
-    inputs, _ = functional._prepare("bench", (q, k, v), points, None, "euclidean", 0, None, None)
+    inputs, _ = functional._prepare("bench", (q, k, v), points, None)
     implementation, size = NEAR_TO_FAR[name]
     visited = implementation.operators.run(inputs).visited
     return round(visited.double().mean().item() / -(-len(points) // size), 4)

@@ -99,6 +99,20 @@ OTHER_NAMES = {
         "it adds a key that stands nowhere in the sequence, and is not built",
     ),
 }
+# Likewise of `attention_points`, where it has other arguments.
+_AMONG_POINTS = {
+    **dict.fromkeys(
+        ("attn_mask", "attention_mask", "mask", "key_padding_mask", "key_range"),
+        "say num_points, how many tokens of each row are no padding; masks are not built",
+    ),
+    **dict.fromkeys(
+        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "offsets", "lengths", "seqlens"),
+        "say num_points, of sets that are padded to one size",
+    ),
+    **dict.fromkeys(("positions", "coords", "coordinates", "pos"), "say points"),
+    "query_positions": "say query_points",
+    "need_weights": "MultiheadAttention gives the weights of a call with points",
+}
 
 LARGEST_DROPOUT = 1 - 2.0**-32  # the mask compares 32 random bits with dropout * 2^32
 
@@ -193,6 +207,7 @@ class Problem:
     query_positions: bool = False  # and queries do, instead of at keys
     query_range: bool = False  # queries have ranges of keys of their own, by a window too
     any_order: bool = False  # keys or queries stand in another order than that of their arrays
+    query_points: bool = False  # queries stand at points of their own
     lse: bool = False  # lse is asked for
     gradients: bool = False  # the result will be differentiated
     slope_gradients: bool = False  # by slopes, too
@@ -210,6 +225,7 @@ SPECIAL = {
     "added": "it takes a mask of bool, but none of numbers that are added to the scores",
     "positions": "positions are not built yet",
     "query_range": "window and query_range are not built yet",
+    "query_points": "queries at points of their own are not built yet",
     "dropout": "its dropout would draw another mask",
     "transformed": "it does not run under transforms such as vmap",
 }
@@ -566,7 +582,42 @@ def check_points(
     return int(global_tokens)
 
 
-def check_point_values(function: str, points: np.ndarray, first_token: int) -> None:
+def check_query_points(function: str, B: int, T: int, points: Any, query_points: Any) -> None:
+    """query_points is [T, A] or [B, T, A], of as many coordinates as points."""
+    A = points.shape[-1]
+    if not has_shape(query_points, (T, A), (1, T, A), (B, T, A)):
+        raise ValueError(
+            f"{function}: query_points must have shape [T, A] = {[T, A]} or"
+            f" [B, T, A] = {[B, T, A]}, got {list(query_points.shape)}"
+        )
+
+
+def check_num_points(function: str, B: int, num_points: Described) -> None:
+    """num_points is [B], integers."""
+    if not num_points.dtype.startswith(("int", "uint")):
+        of_mask = "; of a mask of padding that is (~mask).sum(1)" * (num_points.dtype == "bool")
+        raise TypeError(
+            f"{function}: num_points must hold integers, got {num_points.dtype}{of_mask}"
+        )
+    if not has_shape(num_points, (B,)):
+        raise ValueError(f"{function}: num_points must have shape [B] = {[B]}, got {num_points}")
+
+
+def check_num_points_values(function: str, num_points: np.ndarray, N: int) -> None:
+    for b in np.flatnonzero((num_points < 0) | (num_points > N))[:1]:
+        raise ValueError(
+            f"{function}: num_points must be from 0 to N = {N}, got {num_points[b]}"
+            f" in batch row {b}"
+        )
+
+
+def check_point_values(
+    function: str,
+    points: np.ndarray,
+    first_token: int = 0,
+    num_points: np.ndarray | None = None,
+    name: str = "points",
+) -> None:
     """Coordinates [..., N, A], from first_token on, are finite and so small that distances are."""
     if points.dtype.kind in "iu":
         # Compared as they are, unsigned ones above 2^63 too.
@@ -574,12 +625,17 @@ def check_point_values(function: str, points: np.ndarray, first_token: int) -> N
     else:
         with np.errstate(invalid="ignore"):
             bad, rule = ~(np.abs(points) <= LARGEST_COORDINATE), "finite, within 2^100"
+    if num_points is not None:  # nobody reads what padding holds
+        tokens = first_token + np.arange(points.shape[-2])
+        own = points.ndim == 3 and len(points) > 1
+        counts = num_points if own else num_points.max(initial=0)
+        bad = bad & (tokens < np.expand_dims(counts, -1))[..., None]
     if bad.any():
         *row, token, axis = np.argwhere(bad)[0].tolist()
         of_row = f" of batch row {row[0]}" if row else ""
         value = points[(*row, token, axis)]
         raise ValueError(
-            f"{function}: points must be {rule}, got {value} in token {token + first_token}"
+            f"{function}: {name} must be {rule}, got {value} in token {token + first_token}"
             f"{of_row}, axis {axis}"
         )
 
@@ -593,6 +649,8 @@ def refuse_unknown(
     name = next(name for name in given if name not in known)
     near = difflib.get_close_matches(name, known, n=1)
     other = OTHER_NAMES.get(name)
+    if "num_points" in known:
+        other = _AMONG_POINTS.get(name, other)
     said = re.match(r"say (\w+)(?: and (\w+))?", other or "")
     if name.endswith("mask") and "mask" in known:
         advice = f"say mask, or {_PLACING}"

@@ -20,6 +20,7 @@ from linbias.kernels import core
 from linbias.torch.points import blocked as points_blocked
 from linbias.torch.points import cpu as points_cpu
 from linbias.torch.points import functional as points
+from linbias.torch.points import units
 from linbias.torch.points.geometry import along_a_curve
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu")
@@ -45,6 +46,8 @@ class Case:
     slopes: tuple[float, ...] = (2.0, 0.25, 0.0)
     D: int = 5
     E: int = 7
+    num_points: tuple[int, ...] | None = None  # the others of a row are padding
+    T: int | None = None  # queries at points of their own
 
     def __str__(self) -> str:
         return self.name
@@ -52,7 +55,7 @@ class Case:
     def make(self, dtype: str) -> dict[str, np.ndarray]:
         """q, k, v, dout and dlse, slopes and points: float64 arrays whose values fit the dtype."""
         rng = np.random.default_rng(self.N + 7 * self.A)
-        size, rows = (self.B, self.H, self.N), (self.B, self.G, self.N)
+        size, rows = (self.B, self.H, self.T or self.N), (self.B, self.G, self.N)
         shapes = {"q": (*size, self.D), "k": (*rows, self.D), "v": (*rows, self.E)}
         shapes |= {"dout": (*size, self.E), "dlse": size}
         arrays = {name: round_to(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
@@ -62,7 +65,15 @@ class Case:
         arrays["slopes"] = slopes
         shape = (self.B, self.N, self.A) if self.per_batch else (self.N, self.A)
         arrays["points"] = stand(self.place, shape, rng)
+        if self.T:
+            shape = (self.B, self.T, self.A) if self.per_batch else (self.T, self.A)
+            arrays["query_points"] = stand(self.place, shape, rng)
         return arrays
+
+    def real(self) -> np.ndarray:
+        """[B, N]: which tokens are no padding."""
+        counts = np.array(self.num_points or [self.N] * self.B)
+        return np.arange(self.N) < counts[:, None]
 
 
 PLACES = ("few places", "on a line", "clusters")
@@ -92,6 +103,14 @@ CASES = [
     Case("equal-points", 283, place="few places"),
     Case("points-on-a-line", 281, place="on a line"),
     Case("clusters", 307, place="clusters"),
+    Case("padded", 337, num_points=(263, 337)),
+    Case("padded-manhattan-global", 281, metric="manhattan", global_tokens=3, num_points=(2, 131)),
+    Case("padded-grouped", 269, H=4, G=2, B=3, per_batch=True, num_points=(269, 0, 65)),
+    Case("padded-alike", 173, num_points=(129, 129)),
+    Case("asked", 277, T=139),
+    Case("asked-more-than-answer", 67, T=283, H=6, G=2, metric="manhattan", global_tokens=2),
+    Case("asked-padded", 263, T=131, per_batch=True, B=3, global_tokens=1, num_points=(0, 1, 140)),
+    Case("asked-by-as-many", 149, A=3, T=149, B=1),
     Case("one-point", 1),
     Case("one-global-token", 1, global_tokens=1),
 ]
@@ -102,27 +121,36 @@ def by_hand(arrays: dict[str, np.ndarray], case: Case, wide: type) -> dict[str, 
     q, k, v, dout, dlse, slopes, places = (
         arrays[name].astype(wide) for name in ("q", "k", "v", "dout", "dlse", "slopes", "points")
     )
+    asking = arrays.get("query_points", arrays["points"]).astype(wide)
+    places, asking = (x if x.ndim == 3 else x[None].repeat(case.B, 0) for x in (places, asking))
     like = {"q": q, "k": k, "v": v, "slopes": slopes, "out": dout, "lse": dlse}
     found = {name: np.zeros_like(x) for name, x in like.items()}
     scale = wide(case.D) ** wide(-0.5) if case.scale is None else wide(case.scale)
+    found["lse"][:] = -np.inf  # of padding, and where there is no key
     for b, h in np.ndindex(case.B, case.H):
         g, of_head = h // (case.H // case.G), (b, h) if slopes.ndim == 2 else h
-        apart = places[b] if places.ndim == 3 else places
-        apart = np.abs(apart[:, None] - apart)
+        n = case.real()[b].sum()
+        rows = slice(None) if case.T else slice(n)
+        if not n:
+            continue
+        apart = np.abs(asking[b, rows, None] - places[b, :n])
         apart = apart.sum(2) if case.metric == "manhattan" else np.sqrt((apart**2).sum(2))
-        apart[: case.global_tokens] = apart[:, : case.global_tokens] = 0
-        score = scale * (q[b, h] @ k[b, g].T) - slopes[of_head] * apart
+        apart[:, : case.global_tokens] = 0
+        if not case.T:
+            apart[: case.global_tokens] = 0
+        score = scale * (q[b, h, rows] @ k[b, g, :n].T) - slopes[of_head] * apart
         row_max = score.max(1, keepdims=True)
         weight = np.exp(score - row_max)
         row_sum = weight.sum(1, keepdims=True)
         weight /= row_sum
-        found["lse"][b, h] = (row_max + np.log(row_sum))[:, 0]
-        found["out"][b, h] = out = weight @ v[b, g]
-        delta = (dout[b, h] * out).sum(1) - dlse[b, h]
-        dscore = weight * (dout[b, h] @ v[b, g].T - delta[:, None])
-        found["q"][b, h] = scale * dscore @ k[b, g]
-        found["k"][b, g] += scale * dscore.T @ q[b, h]
-        found["v"][b, g] += weight.T @ dout[b, h]
+        found["lse"][b, h, rows] = (row_max + np.log(row_sum))[:, 0]
+        found["out"][b, h, rows] = out = weight @ v[b, g, :n]
+        given = dout[b, h, rows]
+        delta = (given * out).sum(1) - dlse[b, h, rows]
+        dscore = weight * (given @ v[b, g, :n].T - delta[:, None])
+        found["q"][b, h, rows] = scale * dscore @ k[b, g, :n]
+        found["k"][b, g, :n] += scale * dscore.T @ q[b, h, rows]
+        found["v"][b, g, :n] += weight.T @ given
         found["slopes"][of_head] -= (dscore * apart).sum()
     return found
 
@@ -132,16 +160,23 @@ def plain(arrays: dict[str, np.ndarray], case: Case, dtype: torch.dtype, order: 
     names = ("q", "k", "v", "slopes")
     leaves = {n: torch.tensor(arrays[n], dtype=dtype, requires_grad=True) for n in names}
     places, power = torch.tensor(arrays["points"]), 1 if case.metric == "manhattan" else 2
-    apart = torch.cdist(places, places, power, compute_mode="donot_use_mm_for_euclid_dist")
+    asking = torch.tensor(arrays.get("query_points", arrays["points"]))
+    apart = torch.cdist(asking, places, power, compute_mode="donot_use_mm_for_euclid_dist")
     apart = apart if apart.dim() == 3 else apart[None]
-    apart[:, : case.global_tokens] = apart[:, :, : case.global_tokens] = 0
+    apart[:, :, : case.global_tokens] = 0
+    if not case.T:
+        apart[:, : case.global_tokens] = 0
     apart = apart[:, None, :, order].to(dtype)
     n, columns = case.H // case.G, torch.as_tensor(order)
     k, v = (leaves[x][:, :, columns].repeat_interleave(n, 1) for x in "kv")
     slopes = leaves["slopes"] if leaves["slopes"].dim() == 2 else leaves["slopes"][None]
     scale = case.D**-0.5 if case.scale is None else case.scale
     score = scale * (leaves["q"] @ k.mT) - slopes[..., None, None] * apart
-    out, lse = score.softmax(-1) @ v, score.logsumexp(-1)
+    real = torch.tensor(case.real())
+    empty = (~real.any(1, keepdim=True) if case.T else ~real)[:, None, :, None]
+    score = score.masked_fill(~(real[:, None, None, columns] | empty), -torch.inf)
+    out = (score.softmax(-1) @ v).masked_fill(empty, 0.0)
+    lse = score.logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
     given = [torch.tensor(arrays[n], dtype=dtype) for n in ("dout", "dlse")]
     torch.autograd.backward((out, lse), given)
     return {"out": out, "lse": lse} | {n: x.grad for n, x in leaves.items()}
@@ -150,10 +185,12 @@ def plain(arrays: dict[str, np.ndarray], case: Case, dtype: torch.dtype, order: 
 def run(arrays, case, dtype, implementation):
     narrow = getattr(torch, dtype)
     wide = torch.float64 if dtype == "float64" else torch.float32
+    arrays = with_padding_that_is_not_a_number(arrays, case)
     leaves = {name: torch.tensor(arrays[name], dtype=narrow, requires_grad=True) for name in "qkv"}
     leaves["slopes"] = torch.tensor(arrays["slopes"], dtype=wide, requires_grad=True)
     options = {"metric": case.metric, "global_tokens": case.global_tokens, "scale": case.scale}
     options |= {"implementation": implementation, "return_lse": True}
+    options |= {"num_points": case.num_points, "query_points": arrays.get("query_points")}
     out, lse = attention_points(
         *(leaves[n] for n in "qkv"), arrays["points"], leaves["slopes"], **options
     )
@@ -161,6 +198,16 @@ def run(arrays, case, dtype, implementation):
     given = torch.tensor(arrays["dout"], dtype=narrow), torch.tensor(arrays["dlse"], dtype=wide)
     torch.autograd.backward((out, lse), given)
     return numpy({"out": out, "lse": lse} | {n: x.grad for n, x in leaves.items()})
+
+
+def with_padding_that_is_not_a_number(arrays, case):
+    arrays = {name: x.copy() for name, x in arrays.items()}
+    padding = ~case.real()
+    for name in "kv" if case.T else "qkv":
+        arrays[name].swapaxes(1, 2)[padding] = np.nan
+    shared = arrays["points"].ndim == 2
+    arrays["points"][padding.all(0) if shared else padding] = np.nan
+    return arrays
 
 
 def numpy(results):
@@ -183,8 +230,13 @@ def check_definition(case, dtype, implementation, orders):
         assert_within_budget(name, actual, truth[name], others, kinds[name], TOLERANCE[dtype])
 
 
+def runs(case, implementation):
+    return case.T is None or implementation != "cpu"
+
+
 @pytest.mark.parametrize(
-    ("case", "dtype", "implementation"), spread(7, *product(CASES, DTYPES, IMPLEMENTATIONS))
+    ("case", "dtype", "implementation"),
+    spread(7, *(x for x in product(CASES, DTYPES, IMPLEMENTATIONS) if runs(x[0], x[2]))),
 )
 def test_it_computes_the_definition(case, dtype, implementation):
     tokens, rng = np.arange(case.N), np.random.default_rng(0)
@@ -256,9 +308,8 @@ def test_gradients_agree_with_finite_differences(
     assert torch.autograd.gradcheck(call, (q, k, v, slopes))
 
 
-def prepare(q, k, v, places, slopes, tolerance=None, metric="euclidean", global_tokens=0):
-    arguments = (q, k, v), places, slopes, metric, global_tokens, None, tolerance
-    return points._prepare("test", *arguments)[0]
+def prepare(q, k, v, places, slopes, tolerance=None, **options):
+    return points._prepare("test", (q, k, v), places, slopes, tolerance=tolerance, **options)[0]
 
 
 def lost(implementation, *arguments, **options):
@@ -285,9 +336,11 @@ def test_what_is_left_unread_comes_close_to_the_tolerance_and_not_beyond(
     slopes = torch.linspace(0.3, 1.5, 12, dtype=torch.float64)
     k = torch.full((1, 12, len(places), 4), 0.7, dtype=torch.float64)
     q = 3 * torch.randn_like(k)
-    share, visited, whole = lost(implementation, q, k, k, places, slopes, 2.0**-10, metric=metric)
-    assert (visited < whole).any()
-    assert 2.0**-10 / 4 < share.max() <= 2.0**-10 * (1 + 1e-9)
+    arguments = implementation, q, k, k, places, slopes, 2.0**-10
+    for options in ({}, {"query_points": places})[: 1 + (implementation == "blocked")]:
+        share, visited, whole = lost(*arguments, metric=metric, **options)
+        assert (visited < whole).any()
+        assert 2.0**-10 / 4 < share.max() <= 2.0**-10 * (1 + 1e-9)
 
 
 KINDS = ("random", "large far away", "one large key", "large values", "one far out", *PLACES)
@@ -316,8 +369,9 @@ def test_the_probability_left_unread_is_at_most_the_tolerance(
         v[:, :, -1] *= 1e12
     slopes = [40.0, 1.0, 0.25, 0.0]
     for tolerance in (2.0**-4, 2.0**-24):
-        arguments = q, k, v, places, slopes, tolerance, metric, global_tokens
-        share, visited, whole = lost(implementation, *arguments)
+        options = {"metric": metric, "global_tokens": global_tokens}
+        arguments = q, k, v, places, slopes, tolerance
+        share, visited, whole = lost(implementation, *arguments, **options)
         assert share.max() <= tolerance
         if kind in ("random", "large values"):
             assert (visited < whole).any()
@@ -334,10 +388,161 @@ def test_tolerance_0_reads_every_key(implementation, blocks):
 @pytest.mark.parametrize("what", ["k", "v"])
 def test_a_key_that_is_not_finite_is_never_left_out(what, implementation):
     q, k, v = torch.randn(3, 1, 2, 700, 4)
-    places = torch.rand(700, 2) * 1e5
+    places = torch.rand(700, 2) * 2e3
     {"k": k, "v": v}[what][0, 0, 5, 2] = torch.nan
-    out = attention_points(q, k, v, places, [4.0, 1.0], implementation=implementation)
+    out = attention_points(q, k, v, places, [4.0, 0.1], implementation=implementation)
     assert out[0, 0].isnan().any(-1).all() and not out[0, 1].isnan().any()
+
+
+@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
+def test_padding_costs_no_block_and_loosens_no_bound(implementation, monkeypatch):
+    monkeypatch.setattr(points_blocked, "SIZE", 32)
+    q, k, v = torch.randn(3, 3, 2, 900, 4, dtype=torch.float64)
+    places, counts = torch.rand(3, 900, 2) * 1000, [900, 0, 500]
+    # What were keys of endless length, where the queries stand, would be read by every tile.
+    k[2, :, 500:], v[2, :, 500:], places[2, 500:] = torch.inf, torch.nan, places[2, :1]
+    rest, options = ([1.0, 0.5], 2.0**-24), {"global_tokens": 1}
+    padded = options | {"num_points": torch.tensor(counts)}
+    share, visited, whole = lost(implementation, q, k, v, places, *rest, **padded)
+    assert max(share[0].max(), share[2, :, :500].max()) <= 2.0**-24
+    assert (visited[0] < whole[0]).any() and (visited[2] < whole[2]).any()
+    for b, n in enumerate(counts):
+        num_tiles = 0
+        if n:
+            alone = (x[b : b + 1, :, :n] for x in (q, k, v))
+            found = lost(implementation, *alone, places[b, :n], *rest, **options)[1]
+            num_tiles = found.shape[2]
+            assert torch.equal(visited[b : b + 1, :, :num_tiles], found)
+        assert not visited[b, :, num_tiles:].any()
+
+
+def test_queries_elsewhere_leave_far_keys_unread():
+    arrays = torch.randn(1, 2, 300, 4), *torch.randn(2, 1, 2, 1500, 4)
+    places, asking = torch.rand(1500, 2) * 300, torch.rand(300, 2) * 50
+    options = {"query_points": asking, "global_tokens": 2}
+    arguments = *(x.double() for x in arrays), places, [1.0, 0.5], 2.0**-24
+    share, visited, whole = lost("blocked", *arguments, **options)
+    assert share.max() <= 2.0**-24 and 2 * visited.sum() < whole.sum()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_dropout_draws_the_same_mask_in_every_implementation(asked, monkeypatch):
+    monkeypatch.setattr(points_blocked, "SIZE", 16)
+    N, T = 70, 45 if asked else 70
+    options = {"dtype": torch.float64, "requires_grad": True}
+    q, k = torch.randn(3, 4, T, 6, **options), torch.randn(3, 2, N, 6, **options)
+    v = torch.eye(N, dtype=torch.float64).repeat(3, 2, 1, 1).requires_grad_()
+    slopes = torch.tensor([1.0, 0.5, 0.25, 0.0], **options)
+    options = {"num_points": [N, 3, 41], "global_tokens": 2, "dropout": 0.4}
+    if asked:
+        options["query_points"] = torch.rand(T, 2)
+    places, found = torch.rand(3, N, 2) * 9, []
+    weights = torch.randn(3, 4, T, N, dtype=torch.float64)
+    for name in ("dense", "blocked"):
+        torch.manual_seed(3)
+        out = attention_points(q, k, v, places, slopes, implementation=name, **options)
+        gradients = torch.autograd.grad((out * weights).sum(), (q, k, v, slopes))
+        found.append((out, *gradients))
+    torch.testing.assert_close(found[0], found[1])
+    # The values are unit vectors: rows are weights, of which others are dropped everywhere.
+    kept = found[0][0][0] != 0
+    assert 0.55 < kept.double().mean() < 0.65
+    assert not torch.equal(kept[0], kept[1]) and not torch.equal(kept[0, 5], kept[0, 6])
+    mean = attention_points(q, k, v, places, slopes, **options | {"dropout": 0.0})[0]
+    torch.testing.assert_close(
+        found[0][0][0].sum(-1).mean(), mean.sum(-1).mean(), rtol=0.1, atol=0
+    )
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_compiled_call_with_padding_gives_the_same(asked):
+    q, k, v = torch.randn(2, 2, 150, 4, requires_grad=True), *torch.randn(2, 2, 2, 150, 4)
+    places, asking = torch.rand(2, 2, 150, 2) * 20
+
+    def call(q, num_points, implementation):
+        options = {"query_points": asking} if asked else {}
+        options |= {"implementation": implementation, "return_lse": True, "global_tokens": 1}
+        return attention_points(q, k, v, places, num_points=num_points, **options)
+
+    for implementation in ("dense", "blocked", *(() if asked else ("cpu",))):
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        for counts in ([150, 20], [0, 131]):
+            expected = call(q, torch.tensor(counts), implementation)
+            found = compiled(q, torch.tensor(counts), implementation)
+            torch.testing.assert_close(found, expected)
+            pairs = [torch.autograd.grad(x[0].square().sum(), q)[0] for x in (found, expected)]
+            torch.testing.assert_close(*pairs)
+
+
+def test_padding_and_queries_elsewhere_go_through_vmap():
+    q, k, v = torch.randn(3, 2, 1, 2, 9, 4)
+    places, asking, counts = torch.rand(2, 9, 2), torch.rand(2, 5, 2), torch.tensor([[9], [4]])
+
+    def call(q, k, v, places, asking, counts):
+        own = attention_points(q, k, v, places, num_points=counts)
+        return own, attention_points(q[:, :, :5], k, v, places, query_points=asking)
+
+    found = torch.func.vmap(call)(q, k, v, places, asking, counts)
+    one_by_one = [call(*x) for x in zip(q, k, v, places, asking, counts, strict=True)]
+    for together, alone in zip(found, zip(*one_by_one, strict=True), strict=True):
+        torch.testing.assert_close(together, torch.stack(alone))
+
+
+SQUARE = torch.cartesian_prod(torch.arange(6), torch.arange(6))
+
+
+def warned_of_units(recwarn, *calls):
+    """The messages that calls from one line cause."""
+    x = torch.ones(2, 2, 36, 4)
+    for places, slopes, options in calls:
+        attention_points(x, x, x, places, slopes, **options)
+    return [str(recwarn.pop(UserWarning).message) for _ in range(len(recwarn))]
+
+
+@pytest.fixture
+def warnings_shown(recwarn, monkeypatch):
+    monkeypatch.setattr(units, "_warned", set())
+    return recwarn
+
+
+def test_points_so_far_apart_that_no_head_sees_another_are_warned_of(warnings_shown):
+    pixels, slopes = 1024 * SQUARE, [0.5, 0.0078125]  # 8 per patch by the flatter one
+    words = (
+        "attention_points: no head sees beyond the nearest point: neighbours are 1024 apart, which"
+        " takes 8 from scores even by the flattest slope, 0.00781; divide the points by 1024 (if"
+        " they are pixels, that is the size of a patch), or give smaller slopes"
+    )
+    # Once for a line, whatever the numbers are.
+    calls = (pixels, slopes, {}), (2 * pixels, slopes, {})
+    assert warned_of_units(warnings_shown, *calls) == [words]
+    layer = linbias.torch.MultiheadAttention(8, 2, variant="symmetric", batch_first=True)
+    x = torch.ones(1, 36, 8)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="no head sees beyond") as found:
+            layer(x, points=9999 * SQUARE)
+        assert found[0].filename == __file__
+        units._warned.clear()
+
+
+def test_points_in_units_that_some_head_can_see_across_are_not_warned_of(warnings_shown):
+    pixels, far = 1024 * SQUARE, torch.full((36, 2), 2.0**80)
+    far[:20] = SQUARE[:20]
+    padding = {"num_points": torch.tensor([1, 20])}
+    calls = [
+        (SQUARE, [8.0, 2.0], {}),
+        (pixels, [0.5, 0.0], {}),
+        (pixels, [0.5, 0.006], {}),
+        (0 * pixels, [99.0, 99.0], {}),
+        (far, [0.5, 0.5], padding),
+        (pixels, None, {"global_tokens": 36}),
+        (pixels, None, {"num_points": [0, 0]}),
+        (1e9 * SQUARE.repeat_interleave(2, 0)[:36], None, {}),  # two at each place
+    ]
+    assert warned_of_units(warnings_shown, *calls) == []
+    x = torch.ones(1, 2, 36, 4)
+    torch.func.vmap(lambda p: attention_points(x, x, x, p))(1e9 * torch.stack([SQUARE] * 2))
+    torch.compile(lambda p: attention_points(x, x, x, p), backend="eager")(1e9 * SQUARE)
+    assert not len(warnings_shown)
 
 
 class LargestArray(TorchDispatchMode):
@@ -422,9 +627,11 @@ def test_second_derivatives_are_those_of_dense_or_refused():
 def test_the_operators_are_as_pytorch_asks(implementation):
     q, k, v = (torch.randn(1, 2, 140, 4, requires_grad=True) for _ in "qkv")
     slopes = torch.tensor([1.0, 0.5], requires_grad=True)
-    inputs = prepare(q, k, v, torch.rand(140, 2), slopes, global_tokens=3)
+    places = torch.rand(140, 2)
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
-    torch.library.opcheck(implementation.operators.forward, tuple(inputs), test_utils=checks)
+    for options in ({}, {"num_points": [140]}, {"num_points": [9]}):
+        inputs = prepare(q, k, v, places, slopes, global_tokens=3, **options)
+        torch.library.opcheck(implementation.operators.forward, tuple(inputs), test_utils=checks)
 
 
 @pytest.mark.parametrize("implementation", NEAR_TO_FAR)
@@ -436,6 +643,9 @@ def test_autocast_and_strides(implementation):
     narrow = attention_points(*(x.bfloat16() for x in (q, k, v)), places, implementation="dense")
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, narrow)
+
+
+JAGGED = torch.nested.nested_tensor([torch.ones(3, 4, 8)], layout=torch.jagged).transpose(1, 2)
 
 
 def call(q=(2, 4, 7, 8), k=(2, 2, 7, 8), v=(2, 2, 7, 3), places=(7, 2), slopes=None, **options):
@@ -485,6 +695,21 @@ WRONG_VALUES = [
     (dict(slopes=[1.0] * 3), r"slopes must have shape \[H\] = \[4\]"),
     (dict(slopes=[1.0, -0.5, 1, 1]), "slopes must be finite and at least 0, got -0.5"),
     (dict(slopes=[1.0, 1, 1, INF]), "slopes must be finite and at least 0, got inf"),
+    (dict(num_points=[7, 7, 7]), r"num_points must have shape \[B\] = \[2\], got \[3\]"),
+    (dict(num_points=[7, 8]), "num_points must be from 0 to N = 7, got 8 in batch row 1"),
+    (dict(num_points=[-1, 7]), "num_points must be from 0 to N = 7, got -1 in batch row 0"),
+    (
+        dict(num_points=[4, 3], places=at(NAN, 1, 2, 0, shape=(2, 7, 2))),
+        "got nan in token 2 of batch row 1, axis 0",
+    ),
+    (dict(num_points=[4, 3], places=at(NAN, 3, 1)), "got nan in token 3, axis 1"),
+    (
+        dict(query_points=torch.ones(6, 2)),
+        r"query_points must have shape \[T, A\] = \[7, 2\] or .* = \[2, 7, 2\], got \[6, 2\]",
+    ),
+    (dict(query_points=torch.ones(7, 3)), r"query_points must have shape .*, got \[7, 3\]"),
+    (dict(query_points=at(INF, 3, 1)), "query_points must be finite, .* got inf in token 3, axis"),
+    (dict(dropout=1.0), r"dropout must be in \[0, 1 - 2\^-32\], got 1.0"),
     (dict(tolerance=1.0), r"tolerance must be in \[0, 1\), got 1.0"),
     (dict(implementation="triton"), "implementation must be one of .*'blocked'.*, got 'triton'"),
 ]
@@ -497,19 +722,37 @@ WRONG_KINDS = [
     (dict(global_tokens=True), "global_tokens must be an integer, got True"),
     (dict(global_tokens=1.0), "global_tokens must be an integer, got 1.0"),
     (dict(causal=True), "there is no argument causal; "),
-    (
-        dict(mask=1),
-        "there is no argument mask; there are q, k, v, points, slopes, metric, global_",
+    *(
+        ({name: 1}, f"no argument {name}; say num_points, how many tokens of each row are no pad")
+        for name in ("mask", "attn_mask", "key_padding_mask", "key_range")
     ),
     (dict(attn_bias=1), "there is no argument attn_bias; there are q, k, v, points, "),
     (dict(is_causal=True), "there is no argument is_causal; there are q, k, v, points, "),
     (dict(softmax_scale=1), "there is no argument softmax_scale; say scale"),
-    (dict(coordinates=1), "there is no argument coordinates; "),
+    (dict(coordinates=1), "there is no argument coordinates; say points"),
+    (dict(query_positions=1), "there is no argument query_positions; say query_points"),
+    (dict(cu_seqlens=1), "no argument cu_seqlens; say num_points, of sets that are padded to one"),
+    (dict(need_weights=1), "no argument need_weights; MultiheadAttention gives the weights of a"),
+    (dict(dropout_p=0.1), "there is no argument dropout_p; say dropout"),
+    (dict(num_points=torch.ones(2)), "num_points must hold integers, got float32"),
+    (
+        dict(num_points=torch.ones(2, 7) > 0),
+        r"must hold integers, got bool; of a mask of padding that is \(~mask\).sum\(1\)",
+    ),
+    (dict(q=JAGGED), "q is a nested tensor; pad the sets, as torch.nested.to_padded_tensor does"),
+    (dict(query_points=[["here", "there"]] * 7), "query_points must hold real numbers, got <U5"),
 ]
 LEARNED = dict(places=torch.ones(7, 2, requires_grad=True))
+ASKING = dict(query_points=torch.ones(7, 2), implementation="cpu")
 MESSAGES = [
     *((arguments, ValueError, words) for arguments, words in WRONG_VALUES),
     *((arguments, TypeError, words) for arguments, words in WRONG_KINDS),
+    (ASKING, NotImplementedError, "cpu cannot run this call: queries at points of their own are"),
+    (
+        dict(dropout=0.5, implementation="cpu"),
+        NotImplementedError,
+        "cpu cannot run this call: dropout among points is not compiled yet",
+    ),
     (LEARNED, NotImplementedError, r"points have no gradients, .*; pass points.detach\(\)"),
 ]
 

@@ -169,17 +169,111 @@ def test_the_attention_of_titan(implementation):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
+def by_hand(module, x, asked, places, asking, real, own):
+    """out and weights [B, H, T, N] of a layer, in float64."""
+    with torch.no_grad():
+        w = {name: y.double() for name, y in module.state_dict().items()}
+        project = lambda x, n: x.double() @ w[f"{n}_proj.weight"].T + w[f"{n}_proj.bias"]  # noqa: E731
+        q, k, v = (
+            project(y, n).unflatten(-1, (4, 3)).transpose(1, 2)
+            for y, n in ((x, "q"), (asked, "k"), (asked, "v"))
+        )
+        apart = torch.cdist(asking.double(), places.double())
+        bias = -module.slopes[:, None, None] * apart[..., None, :, :].expand(len(x), 1, -1, -1)
+        if module.global_tokens:
+            bias[..., : module.global_tokens] = 0
+            if own is not None:
+                bias[..., : module.global_tokens, :] = 0
+        scores = q @ k.mT / math.sqrt(3) + bias
+        weights = scores.masked_fill(~real[:, None, None], -torch.inf).softmax(-1).nan_to_num(0)
+        if own is not None:
+            weights = weights * own[:, None, :, None]
+        out = (weights @ v).transpose(1, 2).flatten(2)
+        return project(out, "out").float(), weights.float()
+
+
+@pytest.mark.parametrize("implementation", ("dense", "blocked", "cpu"))
+@pytest.mark.parametrize("kind", ("right", "left", "anywhere", "numbers"))
+def test_padding_among_points_may_lie_anywhere(kind, implementation):
+    settings = {"global_tokens": 1, "variant": "symmetric", "implementation": implementation}
+    module, x, points = layer(12, 4, **settings), torch.randn(3, 9, 12), torch.randn(3, 9, 2)
+    padding = torch.zeros(3, 9, dtype=torch.bool)
+    padding[1] = True
+    padding[0, {"right": slice(6, 9), "left": slice(1, 5)}.get(kind, slice(2, 8, 2))] = True
+    out, weights = by_hand(module, x, x, points, points, ~padding, ~padding)
+    points[padding] = torch.nan
+    given = padding if kind != "numbers" else torch.zeros(3, 9).masked_fill(padding, -torch.inf)
+    options = {"points": points, "key_padding_mask": given}
+    found = module(x, **options, need_weights=True, average_attn_weights=False)
+    torch.testing.assert_close(found[0], out, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(found[1], weights, rtol=1e-5, atol=2e-6)
+    mean = module(x, **options, need_weights=True)[1]
+    torch.testing.assert_close(mean, weights.mean(1), rtol=1e-5, atol=2e-6)
+    module.batch_first = False
+    turned = module(x.transpose(0, 1), **options)[0].transpose(0, 1)
+    torch.testing.assert_close(turned, found[0])
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x.transpose(0, 1), **options)[0].transpose(0, 1), turned)
+
+
+@pytest.mark.parametrize("padded", (False, True))
+def test_points_ask_other_points(padded):
+    module = layer(12, 4, variant="symmetric", global_tokens=2)
+    x, asked = torch.randn(2, 5, 12), torch.randn(2, 9, 12)
+    asking, points = torch.randn(5, 2), torch.randn(2, 9, 2)
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[:, 3:7] = padded
+    out, weights = by_hand(module, x, asked, points, asking, ~padding, None)
+    options = {"key_padding_mask": padding} if padded else {}
+    options |= {"points": points[:, 2:], "query_points": asking}
+    found = module(x, asked, **options, need_weights=True, average_attn_weights=False)
+    torch.testing.assert_close(found[0], out, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(found[1], weights, rtol=1e-5, atol=2e-6)
+    options = {"points": points[1, 2:], "query_points": asking}
+    if padded:
+        options["key_padding_mask"] = padding[1]
+    torch.testing.assert_close(module(x[1], asked[1], **options)[0], found[0][1])
+
+
+def test_dropout_among_points_is_that_of_attention_points():
+    module, x = layer(12, 4, variant="symmetric", dropout=0.3), torch.randn(2, 9, 12)
+    points = torch.randn(9, 2)
+    q, k, v = heads_of(module, x)
+    for dropout in (0.3, 0.0):
+        torch.manual_seed(1)
+        expected = linbias.torch.attention_points(q, k, v, points, dropout=dropout)
+        torch.manual_seed(1)
+        found = module.train(dropout > 0)(x, points=points)[0]
+        torch.testing.assert_close(found, through(module, expected))
+
+
 X = torch.zeros(2, 5, 12)
 P = torch.zeros(5, 2)
 NO_SIDES = "points know no left and right: variant must be symmetric or none, got"
 HIDDEN = torch.zeros(2, 5) > 0
-BESIDE = dict(is_causal=True, need_weights=True, positions=torch.zeros(2, 5))
-BESIDE |= dict(attn_mask=torch.zeros(5, 5), key_padding_mask=HIDDEN, mask=torch.ones(5, 5, 1))
+BESIDE = dict(is_causal=True, positions=torch.zeros(2, 5))
+BESIDE |= dict(attn_mask=torch.zeros(5, 5), mask=torch.ones(5, 5, 1))
+FIRST = torch.eye(2, 5) > 0  # hides token 0 of row 0
 REFUSED = [
     (dict(variant="causal"), dict(points=P), f"{NO_SIDES} 'causal'"),
     (dict(variant="asymmetric"), dict(points=P), f"{NO_SIDES} 'asymmetric'"),
     *((dict(), {"points": P, n: x}, f"cannot be given with {n}") for n, x in BESIDE.items()),
-    (dict(dropout=0.1), dict(points=P), "points need dropout 0 in training, got 0.1"),
+    (dict(), dict(query_points=P), "points must say where the keys stand"),
+    (
+        dict(),
+        dict(points=P, key_padding_mask=HIDDEN[:, 1:]),
+        r"key_padding_mask must be \[B, S\] = \[2, 5\], got \[2, 4\]",
+    ),
+    (
+        dict(global_tokens=1),
+        dict(points=P, key_padding_mask=FIRST),
+        "key_padding_mask must not hide the 1 global tokens of a row that has others",
+    ),
+    (
+        dict(),
+        dict(points=P, key_padding_mask=-1.0 * FIRST),
+        "key_padding_mask must be bool with points, or hold 0 and -inf alone",
+    ),
     (dict(global_tokens=1), dict(), "points must say where the tokens after the 1 global ones"),
     (dict(global_tokens=2), dict(points=P[:4]), r"points must have shape \[N, A\] = \[5, A\]"),
     (dict(implementation="sdpa"), dict(points=P), "attention_points: implementation must be one"),
@@ -196,6 +290,6 @@ def test_what_does_not_go_together_is_refused(settings, arguments, words):
 
 def test_nested_tensors_are_refused_with_points_and_positions():
     ragged = torch.nested.nested_tensor([torch.ones(3, 12)], layout=torch.jagged)
-    for name in ("points", "positions"):
-        with pytest.raises(ValueError, match="neither masks nor weights, positions or points"):
+    for name in ("points", "positions", "query_points"):
+        with pytest.raises(ValueError, match="weights, positions or points; with points pad them"):
             layer(12, 4, variant="symmetric")(ragged, **{name: torch.zeros(1, 3)})

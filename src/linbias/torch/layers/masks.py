@@ -57,9 +57,9 @@ def _check(
     if attn_mask is not None:
         if mask is not None:
             raise ValueError("MultiheadAttention: give either attn_mask or mask, not both")
-        _check_one("attn_mask", attn_mask, "[T, S] or [B * H, T, S]", (T, S), (B * H, T, S))
+        check_one("attn_mask", attn_mask, "[T, S] or [B * H, T, S]", (T, S), (B * H, T, S))
     if padding is not None:
-        _check_one("key_padding_mask", padding, "[B, S]", (B, S))
+        check_one("key_padding_mask", padding, "[B, S]", (B, S))
     if mask is not None and (
         mask.dim() != 3
         or mask.shape[1] != S
@@ -72,7 +72,7 @@ def _check(
         )
 
 
-def _check_one(name: str, mask: Tensor, words: str, *shapes: tuple[int, ...]) -> None:
+def check_one(name: str, mask: Tensor, words: str, *shapes: tuple[int, ...]) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
             f"MultiheadAttention: {name} must hold bool, True for what is hidden, or numbers that"
@@ -86,7 +86,7 @@ def _check_one(name: str, mask: Tensor, words: str, *shapes: tuple[int, ...]) ->
 
 
 def _read_attn_mask(sizes: Sizes, attn_mask: Tensor) -> Seen:
-    if _may_read(attn_mask) and not attn_mask.requires_grad:  # what is learned may be zero today
+    if may_read(attn_mask) and not attn_mask.requires_grad:  # what is learned may be zero today
         kind = _kind(attn_mask)
         if kind != "other":
             return Seen(causal=kind == "later")
@@ -98,7 +98,7 @@ def _read_attn_mask(sizes: Sizes, attn_mask: Tensor) -> Seen:
 
 def _read_mask(sizes: Sizes, mask: Tensor, is_causal: bool) -> Seen:
     """A mask [T or 1, S, B or 1] that is not 0 for what takes part."""
-    if mask.shape[0] == sizes.T and _may_read(mask):
+    if mask.shape[0] == sizes.T and may_read(mask):
         kind = _kind((mask == 0).movedim(2, 0))
         if kind != "other":
             return Seen(causal=is_causal or kind == "later")
@@ -115,7 +115,7 @@ def _read_padding(seen: Seen, padding: Tensor) -> Seen:
             " where the layer is compiled; give an attn_mask for others",
         )
         return seen._replace(key_range=ranges)
-    rows = _rows(padding) if _may_read(padding) else Rows(None, False, False)
+    rows = _rows(padding) if may_read(padding) else Rows(None, False, False)
     if rows.together:
         return seen._replace(key_range=rows.ranges, ends_early=rows.ends_early)
     own = padding if padding.dtype != torch.bool else ~padding
@@ -128,7 +128,7 @@ def _kind(mask: Tensor) -> Literal["nothing", "later", "other"]:
     if not mask.numel():
         return "nothing"
     corner = mask[..., 0, -1]
-    later = T > 1 and bool(_hidden(corner).all())
+    later = T > 1 and bool(is_hidden(corner).all())
     # Some rows at a time, which need one pattern and stay in the cache.
     step = 64 if mask.device.type == "cpu" else T
     hidden = torch.zeros(min(step, T), S + T, dtype=torch.bool, device=mask.device)
@@ -162,7 +162,7 @@ def _rows(padding: Tensor) -> Rows:
         return Rows(None, True, False)
     ranges = _ranges(padding)
     together = bool(_lie_together(padding, ranges).all())
-    ends_early = bool(_hidden(padding[:, -1:]).any())
+    ends_early = bool(is_hidden(padding[:, -1:]).any())
     if together and bool((ranges == ranges.new_tensor([0, padding.shape[1]])).all()):
         return Rows(None, together, ends_early)
     return Rows(ranges, together, ends_early)
@@ -170,7 +170,7 @@ def _rows(padding: Tensor) -> Rows:
 
 def _ranges(padding: Tensor) -> Tensor:
     """[B, 2]: where the real keys of each row begin and, if they lie together, end."""
-    real = ~_hidden(padding)
+    real = ~is_hidden(padding)
     first = real.int().argmax(1)
     return torch.stack([first, first + real.sum(1)], dim=1)
 
@@ -178,12 +178,12 @@ def _ranges(padding: Tensor) -> Tensor:
 def _lie_together(padding: Tensor, ranges: Tensor) -> Tensor:
     """[B, S]: whether the ranges say of each key what the padding says."""
     keys = torch.arange(padding.shape[1], device=padding.device)
-    hidden = _hidden(padding)
+    hidden = is_hidden(padding)
     same = ~hidden == ((keys >= ranges[:, :1]) & (keys < ranges[:, 1:]))
     return same if padding.dtype == torch.bool else same & ((padding == 0) | hidden)
 
 
-def _hidden(mask: Tensor) -> Tensor:
+def is_hidden(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask == -torch.inf
 
 
@@ -202,7 +202,7 @@ def _added(mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
 
 
-def _may_read(mask: Tensor) -> bool:
+def may_read(mask: Tensor) -> bool:
     """Whether the values can be had, without waiting where a program must not."""
     if torch.compiler.is_compiling() or transforms.active():
         return False

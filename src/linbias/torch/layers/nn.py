@@ -9,10 +9,9 @@ from linbias import _request
 from linbias.schedules import is_causal, variant_slopes
 from linbias.torch.constant import constant
 from linbias.torch.functional import attention, attention_weights
-from linbias.torch.layers import masks
+from linbias.torch.layers import masks, sets
 from linbias.torch.layers.theirs import NoMatrix, take_weights
 from linbias.torch.packed import nested
-from linbias.torch.points.functional import attention_points
 
 
 class MultiheadAttention(nn.Module):
@@ -232,6 +231,7 @@ class MultiheadAttention(nn.Module):
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         points: Tensor | None = None,
+        query_points: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from query to key.
 
@@ -255,9 +255,12 @@ class MultiheadAttention(nn.Module):
                 query may see, as labml has it.
             positions: [S], [B, S] or [B, H, S] (without a batch [S] or [H, S]), where the keys
                 stand, as for `linbias.torch.attention`; queries stand at the last T of them.
-            points: [B, N, A] or [N, A], where the tokens stand, as for
-                `linbias.torch.attention_points`; those of global tokens may be left out. Without
-                masks, weights and, in training, dropout.
+            points: [B, S, A] or [S, A], where the tokens stand, as for
+                `linbias.torch.attention_points`; those of global tokens may be left out. Query
+                and key are the same tokens, or stand at the same points. Of masks there is
+                key_padding_mask alone, which may hide any tokens; these gather zeros.
+            query_points: [B, T, A] or [T, A]: where the queries stand, if they are tokens of
+                their own, none of them global; padding then is among the keys.
 
         Returns:
             The output in the shape of query, and the weights or None. A query that sees no key
@@ -275,7 +278,10 @@ class MultiheadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         if nested.is_nested(query, key, value):
-            given = (key_padding_mask, attn_mask, mask, need_weights or None, positions, points)
+            given = (
+                *(key_padding_mask, attn_mask, mask, need_weights or None),
+                *(positions, points, query_points),
+            )
             return self._attend_nested(query, key, value, given, is_causal), None
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
@@ -289,16 +295,17 @@ class MultiheadAttention(nn.Module):
             positions = None if positions is None else positions[None]
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        if points is not None or self.global_tokens:
+        if points is not None or query_points is not None or self.global_tokens:
             others: dict[str, object] = {
-                "key_padding_mask": key_padding_mask,
                 "attn_mask": attn_mask,
                 "mask": mask,
                 "positions": positions,
                 "is_causal": is_causal or None,
-                "need_weights": need_weights or None,
             }
-            out, weights = self._attend_points(query, key, value, points, others), None
+            places = self._check_points(points, query_points, key.shape[1], others)
+            out, weights = self._attend_points(
+                query, key, value, *places, key_padding_mask, need_weights
+            )
         else:
             sizes = masks.Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1])
             seen = masks.read(sizes, attn_mask, is_causal, key_padding_mask, mask)
@@ -357,10 +364,14 @@ class MultiheadAttention(nn.Module):
                 raise self._wrong_share()
         return tuple(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
 
-    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> slice | None:
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor, need_weights: bool = False) -> slice | None:
         """Which heads q, k and v hold: None for all, else those of this process."""
         if q.shape[1] == self.num_heads and k.shape[1] == v.shape[1] == self.num_kv_heads:
             return None
+        if need_weights:
+            raise ValueError(
+                "MultiheadAttention: need_weights must be False where processes share the heads"
+            )
         weight: Any = self.q_proj.weight
         shares = [
             (weight.device_mesh.size(axis), weight.device_mesh.get_local_rank(axis))
@@ -411,11 +422,7 @@ class MultiheadAttention(nn.Module):
                 f" (T = {T}, S = {S}): where do the queries stand?"
             )
         q, k, v = self._project(query, key, value)
-        heads = self._heads(q, k, v)
-        if heads is not None and need_weights:
-            raise ValueError(
-                "MultiheadAttention: need_weights must be False where processes share the heads"
-            )
+        heads = self._heads(q, k, v, need_weights)
         options = self._options(seen.causal, heads)
         if seen.key_range is not None:  # by itself it would move the queries to its end
             start = seen.key_range.new_full((B,), S - T)
@@ -431,20 +438,19 @@ class MultiheadAttention(nn.Module):
         weights = attention_weights(q, k, **options) if need_weights else None
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
-    def _attend_points(
+    def _check_points(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
         points: Tensor | None,
+        query_points: Tensor | None,
+        num_keys: int,
         others: dict[str, object],
-    ) -> Tensor:
-        """Attend among tokens [B, N, width] that stand at points."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """The points of all keys, with some for global ones, and those of queries."""
         if points is None:
-            raise ValueError(
-                "MultiheadAttention: points must say where the tokens after the"
-                f" {self.global_tokens} global ones stand"
-            )
+            whose = f"the tokens after the {self.global_tokens} global ones"
+            if query_points is not None:
+                whose = "the keys"
+            raise ValueError(f"MultiheadAttention: points must say where {whose} stand")
         if self.variant not in ("symmetric", "none"):
             raise ValueError(
                 "MultiheadAttention: points know no left and right: variant must be symmetric or"
@@ -453,24 +459,38 @@ class MultiheadAttention(nn.Module):
         for name, other in {**others, "window": self.window}.items():
             if other is not None:
                 raise ValueError(f"MultiheadAttention: points cannot be given with {name}")
-        if self.training and self.dropout:
-            raise ValueError(
-                f"MultiheadAttention: points need dropout 0 in training, got {self.dropout}"
-            )
-        if self.global_tokens and points.shape[-2:-1] == (query.shape[1] - self.global_tokens,):
+        if self.global_tokens and points.shape[-2:-1] == (num_keys - self.global_tokens,):
             points = nn.functional.pad(points, (0, 0, self.global_tokens, 0))
+        return points, query_points
+
+    def _attend_points(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        points: Tensor,
+        query_points: Tensor | None,
+        padding: Tensor | None,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend among tokens [B, N, width] that stand at points."""
         q, k, v = self._project(query, key, value)
-        out = attention_points(
+        heads = self._heads(q, k, v, need_weights)
+        out, weights = sets.attend(
             q,
             k,
             v,
             points,
-            self._options(False, self._heads(q, k, v))["slopes"],
+            query_points,
+            padding,
+            need_weights,
+            dropout=self.dropout if self.training else 0.0,
+            implementation=self.implementation,
+            slopes=self._options(False, heads)["slopes"],
             metric=self.metric,
             global_tokens=self.global_tokens,
-            implementation=self.implementation,
         )
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
     def _attend_nested(
         self, query: Tensor, key: Tensor, value: Tensor, given: tuple[Any, ...], causal: bool
@@ -479,7 +499,8 @@ class MultiheadAttention(nn.Module):
         if not self.batch_first or any(x is not None for x in given):
             raise ValueError(
                 "MultiheadAttention: nested tensors need batch_first=True, and neither masks nor"
-                " weights, positions or points"
+                " weights, positions or points; with points pad them, as"
+                " torch.nested.to_padded_tensor does, and give a key_padding_mask"
             )
         strided = query.layout == torch.strided
         if strided:

@@ -6,16 +6,23 @@ scale * q . c + |scale| * |q| * max |k_s - c| - slope * g. Backward visits the s
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from linbias._dispatch import Abilities
+from linbias.torch.dropout import keep_mask
 from linbias.torch.impl.certificate import norm
-from linbias.torch.points.geometry import PointInputs, along_a_curve, box_distances, distances
+from linbias.torch.points.geometry import (
+    PointInputs,
+    along_a_curve,
+    box_distances,
+    distances,
+    parts,
+)
 from linbias.torch.points.operator import Gradients, PointOperators, Results
 
 NAME = "blocked"
@@ -23,10 +30,52 @@ ABILITIES = Abilities(
     runs_on="any PyTorch device",
     how="near to far in PyTorch operations",
     memory="linear in length",
-    has=("dropout",),
+    has=("query_points", "dropout"),
 )
 why_not = ABILITIES.lacks
 SIZE = 128  # tokens of a tile of queries, and of a block of keys
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Queries or keys that have the same places in some batch rows, in curve order."""
+
+    points: Tensor  # [tokens - num_global, A]
+    order: Tensor  # [tokens], int64: token i of the curve is token order[i] of the caller
+    num_global: int  # of those that stand nowhere, and come first
+
+    @staticmethod
+    def on_a_curve(points: Tensor, num_global: int) -> "Tokens":
+        curve = along_a_curve(points)
+        nowhere = torch.arange(num_global, device=points.device)
+        return Tokens(points[curve], torch.cat((nowhere, curve + num_global)), num_global)
+
+    @cached_property
+    def slices(self) -> list[slice]:
+        """The blocks; those of tokens that stand nowhere come first, and apart."""
+        first, end_of_all = self.num_global, len(self.order)
+        return [
+            slice(start, min(end, start + SIZE))
+            for begin, end in ((0, first), (first, end_of_all))
+            for start in range(begin, end, SIZE)
+        ]
+
+    @property
+    def num_global_slices(self) -> int:
+        return -(-self.num_global // SIZE)
+
+    def stand_at(self, block: slice) -> Tensor | None:
+        """The points of a block, [tokens, A]; None where it stands nowhere."""
+        start, end = block.start - self.num_global, block.stop - self.num_global
+        return None if start < 0 else self.points[start:end]
+
+    @cached_property
+    def boxes(self) -> tuple[Tensor, Tensor]:
+        """The least and largest coordinates of blocks that stand somewhere, [blocks, A] each."""
+        blocks = self.points.split(SIZE) if len(self.points) else ()
+        low, high = ([getattr(block, end)(0) for block in blocks] for end in ("amin", "amax"))
+        none = self.points.new_empty(0, self.points.shape[1])
+        return (torch.stack(low), torch.stack(high)) if blocks else (none, none)
 
 
 @dataclass(frozen=True)
@@ -45,86 +94,76 @@ class Cloud:
 
     inputs: PointInputs
     row: slice  # of the batch
-    points: Tensor  # [N - global_tokens, A], in curve order
-    order: Tensor  # [N], int64: token i of the curve is token order[i] of the caller
+    queries: Tokens
+    keys: Tokens  # the same as queries where every token is both
     wide: torch.dtype
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.order)
-
-    @cached_property
-    def slices(self) -> list[slice]:
-        """The blocks; those of tokens that stand nowhere come first, and apart."""
-        first, N = self.inputs.global_tokens, self.num_tokens
-        return [
-            slice(start, min(end, start + SIZE))
-            for begin, end in ((0, first), (first, N))
-            for start in range(begin, end, SIZE)
-        ]
-
-    @cached_property
-    def boxes(self) -> tuple[Tensor, Tensor]:
-        """The least and largest coordinates of blocks that stand somewhere, [blocks, A] each."""
-        first = self.inputs.global_tokens
-        parts = [
-            self.points[b.start - first : b.stop - first] for b in self.slices if b.start >= first
-        ]
-        return torch.stack([p.amin(0) for p in parts]), torch.stack([p.amax(0) for p in parts])
-
-    def heads(self, array: Tensor) -> Tensor:
-        """[B, heads, N, ...] of the call -> [heads of these rows, N, ...] in curve order, wide."""
-        return array[self.row].flatten(0, 1)[:, self.order].to(self.wide)
+    def heads(self, array: Tensor, tokens: Tokens) -> Tensor:
+        """[B, heads, N, ...] of the call -> [heads of these rows, tokens, ...], wide."""
+        return array[self.row].flatten(0, 1)[:, tokens.order].to(self.wide)
 
     def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q times scale, k, v, and the slopes [X], of these rows."""
         x = self.inputs
-        q, k, v = (self.heads(array) for array in (x.q, x.k, x.v))
-        return q * x.scale, k, v, x.slopes[self.row].flatten()
+        q = self.heads(x.q, self.queries) * x.scale
+        k, v = (self.heads(array, self.keys) for array in (x.k, x.v))
+        return q, k, v, x.slopes[self.row].flatten()
 
-    def put_back(self, array: Tensor, target: Tensor) -> None:
-        """Write [heads of these rows, N, ...], in curve order, into an array of the call."""
-        back = torch.empty_like(array)
-        back[:, self.order] = array
-        target[self.row] = back.unflatten(0, target[self.row].shape[:2])
+    def put_back(self, array: Tensor, tokens: Tokens, target: Tensor) -> None:
+        """Write [heads of these rows, tokens, ...] into an array of the call."""
+        here = target[self.row]
+        here[:, :, tokens.order] = array.unflatten(0, here.shape[:2]).to(target.dtype)
 
     def tiles(self) -> Iterator[Tile]:
-        num_global = -(-self.inputs.global_tokens // SIZE)
-        for index, rows in enumerate(self.slices):
-            gaps = self.points.new_zeros(len(self.slices))
-            if index >= num_global:
-                lows, highs = self.boxes
-                here = index - num_global
-                gaps[num_global:] = box_distances(
-                    lows[here], highs[here], lows, highs, self.inputs.manhattan
-                )
+        num_global = self.keys.num_global_slices
+        lows, highs = self.keys.boxes
+        for index, rows in enumerate(self.queries.slices):
+            gaps = self.keys.points.new_zeros(len(self.keys.slices))
+            if index >= self.queries.num_global_slices:
+                here = index - self.queries.num_global_slices
+                low, high = (ends[here] for ends in self.queries.boxes)
+                gaps[num_global:] = box_distances(low, high, lows, highs, self.inputs.manhattan)
             # Of the blocks at distance 0 those without a place come first, then the tile's own.
             near = gaps.clone()
             near[:num_global] = -2.0
-            near[index] = min(-1.0, near[index].item())
-            yield Tile(rows, self.slices, gaps, torch.argsort(near, stable=True))
+            if self.queries is self.keys:
+                near[index] = min(-1.0, near[index].item())
+            yield Tile(rows, self.keys.slices, gaps, torch.argsort(near, stable=True))
 
     def distance(self, rows: slice, columns: slice) -> Tensor | None:
         """[rows, columns], wide; None where one of them stands nowhere."""
-        first = self.inputs.global_tokens
-        if rows.start < first or columns.start < first:
+        near, far = self.queries.stand_at(rows), self.keys.stand_at(columns)
+        if near is None or far is None:
             return None
-        near, far = (self.points[s.start - first : s.stop - first] for s in (rows, columns))
         return distances(near, far, self.inputs.manhattan).to(self.wide)
+
+    def drop(self, weight: Tensor, heads: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Apply attention dropout to weight [heads, rows, columns]."""
+        x = self.inputs
+        if x.seed is None:
+            return weight
+        first = self.row.start * x.q.shape[1]
+        queries, keys = self.queries.order[rows], self.keys.order[columns]
+        keep = keep_mask(x.seed, x.dropout, heads + first, queries, keys)
+        return torch.where(keep, weight / (1 - x.dropout), 0.0)
 
 
 def _clouds(inputs: PointInputs) -> Iterator[Cloud]:
-    """Split a call by batch row where their points differ."""
-    B, N = inputs.q.shape[0], inputs.q.shape[2]
-    if not inputs.q.numel() or not inputs.v.numel():
-        return
-    shared = inputs.points.shape[0] == 1
-    for b, points in enumerate(inputs.points):
-        curve = along_a_curve(points)
-        order = torch.arange(N, device=points.device)
-        order[inputs.global_tokens :] = curve + inputs.global_tokens
-        row = slice(0, B) if shared else slice(b, b + 1)
-        yield Cloud(inputs, row, points[curve], order, inputs.slopes.dtype)
+    """Split a call by batch row where their points, or the numbers of them, differ."""
+    places, asking = inputs.points, inputs.query_points
+    shared = len(places) == 1 and (asking is None or len(asking) == 1)
+    for rows, num_keys in parts(inputs):
+        first = min(inputs.global_tokens, num_keys)
+        for row in [rows] if shared else [slice(b, b + 1) for b in range(rows.start, rows.stop)]:
+            keys = Tokens.on_a_curve(_of_row(places, row)[: num_keys - first], first)
+            queries = keys
+            if asking is not None:
+                queries = Tokens.on_a_curve(_of_row(asking, row), 0)
+            yield Cloud(inputs, row, queries, keys, inputs.slopes.dtype)
+
+
+def _of_row(points: Tensor, row: slice) -> Tensor:
+    return points[row.start if len(points) > 1 else 0]
 
 
 class Certificate:
@@ -133,15 +172,15 @@ class Certificate:
     def __init__(self, cloud: Cloud, k: Tensor, v: Tensor, slopes: Tensor) -> None:
         # Relative rounding of norms, of dot products over D terms, and of the scores in the sums.
         self.slack = (k.shape[-1] + 8) * torch.finfo(k.dtype).eps
-        self.precise = cloud.points.dtype  # of the sums over blocks
+        self.precise = cloud.keys.points.dtype  # of the sums over blocks
         n = len(slopes) // len(k)
         center = k.mean(1)
         radius = norm(k - center[:, None]) * (1 + self.slack) + 0.0 * v.sum(-1)
-        reach = torch.stack([radius[:, b].amax(1) for b in cloud.slices], 1)
+        reach = torch.stack([radius[:, b].amax(1) for b in cloud.keys.slices], 1)
         self.largest = (norm(center) + reach.amax(1)).repeat_interleave(n, 0)
         self.center = center.repeat_interleave(n, 0)  # [X, D]
         self.reach = reach.repeat_interleave(n, 0).to(self.precise)  # [X, blocks]
-        sizes = torch.tensor([b.stop - b.start for b in cloud.slices], device=k.device)
+        sizes = torch.tensor([b.stop - b.start for b in cloud.keys.slices], device=k.device)
         self.log_sizes = sizes.to(self.precise).log()
         self.slopes = slopes.to(self.precise)
         tolerance = cloud.inputs.tolerance
@@ -169,14 +208,20 @@ class Running:
     row_max: Tensor
     row_sum: Tensor
 
-    def add(self, heads: Tensor | slice, score: Tensor, values: Tensor) -> None:
+    def add(
+        self,
+        heads: Tensor | slice,
+        score: Tensor,
+        values: Tensor,
+        drop: Callable[[Tensor], Tensor],
+    ) -> None:
         before = self.row_max[heads]
         new_max = torch.maximum(before, score.amax(-1, keepdim=True))
         weight = score.sub_(new_max).exp_()
         shrink = (before - new_max).exp_()
         self.row_max[heads] = new_max
         self.row_sum[heads] = self.row_sum[heads] * shrink + weight.sum(-1, keepdim=True)
-        self.acc[heads] = torch.baddbmm(self.acc[heads] * shrink, weight, values)
+        self.acc[heads] = torch.baddbmm(self.acc[heads] * shrink, drop(weight), values)
 
 
 def _fill(inputs: PointInputs, results: Results) -> None:
@@ -188,12 +233,13 @@ def _fill(inputs: PointInputs, results: Results) -> None:
             counts = _forward_tile(cloud, tile, certificate, (q, k, v, slope), out, rest)
             results.visited[cloud.row, :, index] = counts.view(-1, inputs.q.shape[1])
         for array, target in zip((out, *rest), results[:3], strict=True):
-            cloud.put_back(array, target)
+            cloud.put_back(array, cloud.queries, target)
 
 
 def _num_tiles(inputs: PointInputs) -> int:
-    first, N = inputs.global_tokens, inputs.q.shape[2]
-    return sum(-(-n // SIZE) for n in (first, N - first))
+    """As many as a row without padding has."""
+    first = inputs.global_tokens if inputs.query_points is None else 0
+    return sum(-(-n // SIZE) for n in (first, inputs.q.shape[2] - first))
 
 
 def _forward_tile(
@@ -230,8 +276,10 @@ def _forward_tile(
                 break
         visited[heads.cpu()] = step + 1
         chosen = heads if heads.numel() < X else slice(None)
-        score = _score(cloud, tile.rows, tile.blocks[block], q[chosen], k, slope, heads, chosen)[0]
-        running.add(chosen, score, _of_heads(v, heads, X)[:, tile.blocks[block]])
+        columns = tile.blocks[block]
+        score = _score(cloud, tile.rows, columns, q[chosen], k, slope, heads, chosen)[0]
+        drop = partial(cloud.drop, heads=heads, rows=tile.rows, columns=columns)
+        running.add(chosen, score, _of_heads(v, heads, X)[:, columns], drop)
     out[:, tile.rows] = running.acc / running.row_sum
     rest[0, :, tile.rows] = running.row_max.squeeze(-1)
     rest[1, :, tile.rows] = running.row_sum.squeeze(-1).log()
@@ -269,18 +317,21 @@ def _find_gradients(inputs: PointInputs, dout: Tensor, dlse: Tensor, saved: Resu
     for cloud in _clouds(inputs):
         arrays = cloud.arrays()
         # Weights are exp(score - row_max) times this.
-        per_sum = (-cloud.heads(saved.log_sum)).exp()
-        pivot = cloud.heads(saved.row_max)[..., None]
-        given = cloud.heads(dout)
-        delta = ((given * cloud.heads(saved.out)).sum(-1) - cloud.heads(dlse)) * per_sum
+        row_max, log_sum, out, given, given_lse = (
+            cloud.heads(x, cloud.queries)
+            for x in (saved.row_max, saved.log_sum, saved.out, dout, dlse)
+        )
+        per_sum, pivot = (-log_sum).exp(), row_max[..., None]
+        delta = ((given * out).sum(-1) - given_lse) * per_sum
         given *= per_sum[..., None]
         rows_given = pivot, given, delta[..., None]
         sums = tuple(map(torch.zeros_like, arrays))
         visited = saved.visited[cloud.row].flatten(0, 1)
         for index, tile in enumerate(cloud.tiles()):
             _backward_tile(cloud, tile, visited[:, index], arrays, rows_given, sums)
-        for array, target in zip((sums[0] * inputs.scale, *sums[1:3]), (dq, dk, dv), strict=True):
-            cloud.put_back(array, target)
+        cloud.put_back(sums[0] * inputs.scale, cloud.queries, dq)
+        cloud.put_back(sums[1], cloud.keys, dk)
+        cloud.put_back(sums[2], cloud.keys, dv)
         dslopes[cloud.row] = sums[3].view_as(dslopes[cloud.row])
     return dq, dk, dv, dslopes
 
@@ -308,8 +359,9 @@ def _backward_tile(
         columns = tile.blocks[block]
         score, apart = _score(cloud, tile.rows, columns, q[chosen], k, slope, heads, chosen)
         weight = score.sub_(pivot[chosen]).exp_()
-        dv[:, columns].index_add_(0, heads // n, weight.mT @ given[chosen])
-        dweight = given[chosen] @ _of_heads(v, heads, X)[:, columns].mT
+        drop = partial(cloud.drop, heads=heads, rows=tile.rows, columns=columns)
+        dv[:, columns].index_add_(0, heads // n, drop(weight).mT @ given[chosen])
+        dweight = drop(given[chosen] @ _of_heads(v, heads, X)[:, columns].mT)
         dscore = weight.mul_(dweight.sub_(delta[chosen]))
         dq[:, tile.rows].index_add_(0, heads, dscore @ _of_heads(k, heads, X)[:, columns])
         dk[:, columns].index_add_(0, heads // n, dscore.mT @ q[chosen])

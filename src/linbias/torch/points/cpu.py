@@ -9,47 +9,80 @@ from torch import Tensor
 from linbias._request import Problem
 from linbias.kernels import core
 from linbias.torch.addresses import DTYPES, address, array, threads
-from linbias.torch.points.geometry import PointInputs, along_a_curve
+from linbias.torch.points.geometry import PointInputs, along_a_curve, parts
 from linbias.torch.points.operator import Gradients, PointOperators, Results
 
 NAME, WHY_MISSING = core.NAME, core.WHY_MISSING
-ABILITIES = replace(core.ABILITIES, has=("dropout",))
+ABILITIES = replace(core.ABILITIES, has=())
 
 
 def why_not(problem: Problem) -> str | None:
+    if problem.dropout:
+        return "dropout among points is not compiled yet"
     return WHY_MISSING or ABILITIES.lacks(problem)
 
 
 def _fill(inputs: PointInputs, results: Results) -> None:
-    if not results.out.numel():
-        return
-    call, points, alive = _call(inputs)
-    core.forward(call, points, _forward(results, alive))
-    del alive
+    for rows, num_points in parts(inputs):
+        call, points, alive = _call(_part(inputs, rows, num_points))
+        views = _of_part(results, rows, num_points)
+        found = Results._make(x.contiguous() for x in views)  # most often the results themselves
+        core.forward(call, points, _forward(found, alive))
+        for view, x in zip(views, found, strict=True):
+            if x is not view:
+                view.copy_(x)
+        del alive
 
 
 def _find_gradients(inputs: PointInputs, dout: Tensor, dlse: Tensor, saved: Results) -> Gradients:
     wide, narrow = inputs.slopes.dtype, inputs.q.dtype
     dq, dk, dv, dslopes = (torch.zeros(x.shape, dtype=wide) for x in inputs[:4])
-    if dout.numel():
-        call, points, alive = _call(inputs)
+    for rows, num_points in parts(inputs):
+        call, points, alive = _call(_part(inputs, rows, num_points))
+        here = rows, slice(None), slice(num_points)
+        views = dq[here], dk[here], dv[here], dslopes[rows]
+        found = [x.contiguous() for x in views]
         backward = core.Backward(
-            dout=address(dout, alive),
-            dlse=address(dlse, alive),
-            saved=_forward(saved, alive),
-            dq=dq.data_ptr(),
-            dk=dk.data_ptr(),
-            dv=dv.data_ptr(),
-            dleft=dslopes.data_ptr(),
+            dout=address(dout[here], alive),
+            dlse=address(dlse[here], alive),
+            saved=_forward(_of_part(saved, rows, num_points), alive),
+            **{n: x.data_ptr() for n, x in zip(("dq", "dk", "dv", "dleft"), found, strict=True)},
         )
         core.backward(call, points, backward)
+        for view, x in zip(views, found, strict=True):
+            if x is not view:
+                view.copy_(x)
         del alive
     return dq.to(narrow), dk.to(narrow), dv.to(narrow), dslopes
 
 
-def _call(inputs: PointInputs) -> tuple["core.Call", "core.Points", list[Tensor]]:
+def _part(inputs: PointInputs, rows: slice, num_points: int) -> PointInputs:
+    """Some batch rows without their padding."""
+    here, first = (rows, slice(None), slice(num_points)), min(inputs.global_tokens, num_points)
+    places = inputs.points[rows] if len(inputs.points) > 1 else inputs.points
+    return inputs._replace(
+        q=inputs.q[here],
+        k=inputs.k[here],
+        v=inputs.v[here],
+        slopes=inputs.slopes[rows],
+        points=places[:, : num_points - first],
+        global_tokens=first,
+    )
+
+
+def _of_part(results: Results, rows: slice, num_points: int) -> Results:
+    here = rows, slice(None), slice(num_points)
+    return Results(
+        out=results.out[here],
+        row_max=results.row_max[here],
+        log_sum=results.log_sum[here],
+        visited=results.visited[rows, :, : core.num_tiles(num_points)],
+    )
+
+
+def _call(part: PointInputs) -> tuple["core.Call", "core.Points", list[Tensor]]:
     """The call in addresses, and the arrays that have to live as long."""
-    q, k, v, slopes, points, manhattan, first, scale, tolerance = inputs
+    q, k, v, points, first = part.q, part.k, part.v, part.points, part.global_tokens
     (B, H, N, D), (_, G, _, E) = q.shape, v.shape
     sizes = B, H, G, N, N, D, E
     lengths: dict[str, Any] = dict(zip("BHGTSDE", sizes, strict=True))
@@ -64,9 +97,9 @@ def _call(inputs: PointInputs) -> tuple["core.Call", "core.Points", list[Tensor]
         q=array(q, alive),
         k=array(k, alive),
         v=array(v, alive),
-        left=address(slopes, alive),
-        scale=scale,
-        tolerance=tolerance,
+        left=address(part.slopes, alive),
+        scale=part.scale,
+        tolerance=part.tolerance,
         **threads(sizes),
     )
     placed = core.Points(
@@ -75,7 +108,7 @@ def _call(inputs: PointInputs) -> tuple["core.Call", "core.Points", list[Tensor]
         clouds=len(points),
         axes=points.shape[2],
         global_tokens=first,
-        manhattan=manhattan,
+        manhattan=part.manhattan,
     )
     return call, placed, alive
 

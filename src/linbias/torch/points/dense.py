@@ -1,9 +1,11 @@
 """Attention over points with the whole bias in memory: the definition in PyTorch operations."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from linbias._dispatch import Abilities
+from linbias.torch.dropout import keep_mask
 from linbias.torch.points.geometry import PointInputs, distances
 
 NAME = "dense"
@@ -11,21 +13,66 @@ ABILITIES = Abilities(
     runs_on="any PyTorch device",
     how="the whole score matrix, for reading and checking",
     memory="length x length",
-    has=("dropout", "transformed"),
+    has=("query_points", "dropout", "transformed"),
     higher_derivatives=True,
 )
 why_not = ABILITIES.lacks
 
 
 def attention(inputs: PointInputs) -> tuple[Tensor, Tensor]:
-    """Return out [B, H, N, E] in q's dtype and lse [B, H, N], wide."""
-    wide = inputs.slopes.dtype
-    apart = distances(inputs.points, inputs.points, inputs.manhattan).to(wide)
-    nowhere = inputs.global_tokens  # they come first, and lie at distance 0 of everything
-    apart = F.pad(apart, (nowhere, 0, nowhere, 0))
-    n = inputs.q.shape[1] // max(1, inputs.k.shape[1])
-    k, v = (x.to(wide).repeat_interleave(n, dim=1) for x in (inputs.k, inputs.v))
-    score = inputs.q.to(wide) @ k.mT * inputs.scale
-    score = score - inputs.slopes[:, :, None, None] * apart[:, None]
-    lse = score.logsumexp(-1) if score.shape[-1] else score.sum(-1)
-    return (score.softmax(-1) @ v).to(inputs.q.dtype), lse
+    """Return out [B, H, T, E] in q's dtype and lse [B, H, T], wide."""
+    weight, lse = attention_weights(inputs)
+    if inputs.seed is not None:
+        B, H, T, N = weight.shape
+        rows, queries, keys = (torch.arange(n, device=weight.device) for n in (B * H, T, N))
+        keep = keep_mask(inputs.seed, inputs.dropout, rows.view(B, H), queries, keys)
+        weight = torch.where(keep, weight / (1 - inputs.dropout), 0.0)
+    v = _blank(inputs.v, _real(inputs)).to(weight.dtype)
+    return (weight @ _per_query_head(v, inputs)).to(inputs.q.dtype), lse
+
+
+def attention_weights(inputs: PointInputs) -> tuple[Tensor, Tensor]:
+    """Return softmax(score) [B, H, T, N] before dropout, and lse [B, H, T], both wide."""
+    wide, real = inputs.slopes.dtype, _real(inputs)
+    own = real if inputs.query_points is None else None  # of the queries
+    q, k = _blank(inputs.q, own).to(wide), _blank(inputs.k, real).to(wide)
+    score = q @ _per_query_head(k, inputs).mT * inputs.scale
+    score = score - inputs.slopes[:, :, None, None] * _distances(inputs, real).to(wide)[:, None]
+    if not score.shape[-1]:
+        return score, score.new_full(score.shape[:-1], -torch.inf)
+    if real is None:
+        return score.softmax(-1), score.logsumexp(-1)
+    # A row that sees no key gets some scores, so that no gradient is NaN, and then no weights.
+    empty = ~real.any(1)[:, None] if own is None else ~own
+    empty = empty[:, None, :, None]
+    score = score.masked_fill(~(real[:, None, None] | empty), -torch.inf)
+    lse = score.logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
+    return score.softmax(-1).masked_fill(empty, 0.0), lse
+
+
+def _real(inputs: PointInputs) -> Tensor | None:
+    """[B, N]: which tokens are no padding; None: all."""
+    if inputs.num_points is None:
+        return None
+    tokens = torch.arange(inputs.k.shape[2], device=inputs.k.device)
+    return tokens < inputs.num_points[:, None]
+
+
+def _blank(array: Tensor, real: Tensor | None) -> Tensor:
+    """Zero padding in [B, heads, N, size]: it may hold NaN."""
+    return array if real is None else array.masked_fill(~real[:, None, :, None], 0.0)
+
+
+def _distances(inputs: PointInputs, real: Tensor | None) -> Tensor:
+    """[B or 1, T, N], 0 where one of them stands nowhere."""
+    keys, first = inputs.points, inputs.global_tokens  # which come first
+    if real is not None:
+        keys = keys.where(real[:, first:, None], 0.0)
+    if inputs.query_points is None:
+        return F.pad(distances(keys, keys, inputs.manhattan), (first, 0, first, 0))
+    return F.pad(distances(inputs.query_points, keys, inputs.manhattan), (first, 0))
+
+
+def _per_query_head(array: Tensor, inputs: PointInputs) -> Tensor:
+    """[B, G, ...] -> [B, H, ...]."""
+    return array.repeat_interleave(inputs.q.shape[1] // max(1, inputs.k.shape[1]), dim=1)

@@ -12,17 +12,22 @@ from linbias._request import Request
 from linbias.torch.addresses import without_lost_threads
 from linbias.torch.call import Slopes, as_slopes, autocast, describe
 from linbias.torch.constant import default_slopes
+from linbias.torch.dropout import draw_seed
 from linbias.torch.operators import transforms
+from linbias.torch.operators.direct import unobserved
 from linbias.torch.operators.operator import without_autocast
 from linbias.torch.points import blocked as points_blocked
 from linbias.torch.points import cpu as points_cpu
 from linbias.torch.points import dense as points_dense
 from linbias.torch.points.geometry import PointInputs
+from linbias.torch.points.units import warn_of_units
 from linbias.torch.share import refuse_share
 
 Points = Tensor | np.ndarray[Any, Any] | list[list[float]]
+Counts = Tensor | np.ndarray[Any, Any] | list[int]
 
 IMPLEMENTATIONS = (points_cpu, points_blocked, points_dense)
+_WITHOUT_NUMPY = (torch.bfloat16, torch.float16)
 # Scores up to which the whole matrix is taken: 8 MB in float32. Not measured.
 _FEW_SCORES = 1 << 21
 
@@ -37,7 +42,10 @@ def attention_points(
     *,
     metric: str = ...,
     global_tokens: int = ...,
+    num_points: Counts | None = ...,
+    query_points: Points | None = ...,
     scale: float | None = ...,
+    dropout: float = ...,
     tolerance: float | None = ...,
     implementation: str = ...,
     return_lse: Literal[True],
@@ -52,7 +60,10 @@ def attention_points(
     *,
     metric: str = ...,
     global_tokens: int = ...,
+    num_points: Counts | None = ...,
+    query_points: Points | None = ...,
     scale: float | None = ...,
+    dropout: float = ...,
     tolerance: float | None = ...,
     implementation: str = ...,
     return_lse: Literal[False] = ...,
@@ -66,7 +77,10 @@ def attention_points(
     *,
     metric: str = "euclidean",
     global_tokens: int = 0,
+    num_points: Counts | None = None,
+    query_points: Points | None = None,
     scale: float | None = None,
+    dropout: float = 0.0,
     tolerance: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
@@ -87,37 +101,59 @@ def attention_points(
     through out and lse; twice, and under `torch.func`, only by `dense`. Autocast works as for
     `scaled_dot_product_attention`.
 
+    Sets of different size are padded to one N: `num_points` says how many tokens each has. With
+    `query_points` the T queries are other tokens, T = N or not, which see the keys and not each
+    other.
+
     Args:
-        q: [B, H, N, D], float16, bfloat16, float32 or float64, any strides.
+        q: [B, H, N, D], float16, bfloat16, float32 or float64, any strides; with query_points
+            [B, H, T, D].
         k: [B, G, N, D], dtype and device of q. H must be a multiple of G.
         v: [B, G, N, E], likewise.
         points: [N, A] for all batch rows, or [B, N, A], with A = 1, 2 or 3: real numbers within
             2^100, or integers within 2^53, without a gradient. Those of global tokens go unread.
         slopes: [H] or [B, H], finite and at least 0. None means `linbias.slopes(H)`; zeros mean no
-            bias. Values, and those of points, are checked on the CPU and in eager mode.
+            bias. Values, and those of points and num_points, are checked on the CPU and in eager
+            mode.
         metric: "euclidean", the straight line, or "manhattan", the sum over the axes.
         global_tokens: How many tokens at the front stand nowhere, such as a class token.
+        num_points: [B], integers from 0 to N: how many tokens of each row, global ones among them,
+            are no padding. Padding comes last and is never read, whatever q, k, v and points hold
+            there; its own rows are zeros, with lse = -inf. With query_points it counts the keys,
+            and every query is answered: a row without keys with zeros, and lse = -inf.
+        query_points: [T, A] or [B, T, A], as points: where the queries stand, all of them
+            somewhere (for those that stand nowhere call `attention` with slopes of zero), so that
+            global_tokens are keys. None: queries and keys are the same tokens.
         scale: Factor on q . k. None means D ** -0.5.
+        dropout: As for `attention`, by `blocked` and `dense`.
         tolerance: As for `attention`; 0 reads every key.
-        implementation: `cpu` is near to far in compiled code, and `blocked` in PyTorch operations,
-            both in memory that is linear in N; `dense` holds arrays of [B, H, N, N]. "auto" takes
-            the first that can, but `dense` for few tokens where there is no `cpu`.
+        implementation: `cpu` is near to far in compiled code, without query_points and dropout,
+            and `blocked` in PyTorch operations, both in memory that is linear in N; `dense` holds
+            arrays of [B, H, T, N]. "auto" takes the first that can, but `dense` for few tokens.
         return_lse: Also return lse.
 
     Returns:
-        [B, H, N, E] in q's dtype; with return_lse also lse [B, H, N], float32 (float64 for
-        float64 inputs).
+        [B, H, N or T, E] in q's dtype; with return_lse also lse [B, H, N or T], float32 (float64
+        for float64 inputs).
 
     Raises:
         TypeError: A wrong dtype or kind of argument.
         ValueError: A shape, device or value breaks a rule above.
         NotImplementedError: A gradient that is not given, as that of points.
 
+    Warns:
+        UserWarning: Points lie so far apart, as pixels do, that even the flattest head sees
+            nothing but the nearest; once for each line that calls.
+
     Example:
         >>> patches = torch.cartesian_prod(torch.arange(3), torch.arange(4))
-        >>> q = k = v = torch.ones(1, 2, 12, 8)
-        >>> attention_points(q, k, v, patches).shape
-        torch.Size([1, 2, 12, 8])
+        >>> q = k = v = torch.ones(2, 2, 12, 8)
+        >>> out = attention_points(q, k, v, patches, num_points=[12, 9])
+        >>> out.shape, out[1, :, 9:].abs().sum()
+        (torch.Size([2, 2, 12, 8]), tensor(0.))
+        >>> between = torch.tensor([[0.5, 1.5]])  # asks the patches around it
+        >>> attention_points(q[:, :, :1], k, v, patches, query_points=between).shape
+        torch.Size([2, 2, 1, 8])
 
     Source: Press, Smith and Lewis, ICLR 2022, section 3; on planes: Fuller, Millard and Green,
     "CROMA", NeurIPS 2023 (patches of satellite images) and Ding et al., "TITAN", 2024 (tiles of
@@ -130,8 +166,20 @@ def attention_points(
     compiles = torch.compiler.is_compiling()  # which knows nothing of processes
     with contextlib.nullcontext() if compiles else without_lost_threads():
         inputs, problem = _prepare(
-            function, (q, k, v), points, slopes, metric, global_tokens, scale, tolerance
+            function,
+            (q, k, v),
+            points,
+            slopes,
+            metric=metric,
+            global_tokens=global_tokens,
+            num_points=num_points,
+            query_points=query_points,
+            scale=scale,
+            dropout=dropout,
+            tolerance=tolerance,
         )
+        if q.device.type == "cpu" and unobserved():  # so that reading values waits for nobody
+            warn_of_units(function, inputs)
         turn = IMPLEMENTATIONS
         if problem.B * problem.H * problem.T * problem.S <= _FEW_SCORES:
             turn = IMPLEMENTATIONS[::-1]
@@ -141,18 +189,36 @@ def attention_points(
     return (out, lse) if return_lse else out
 
 
+def weights_among_points(
+    q: Tensor, k: Tensor, points: Points, slopes: Slopes | None = None, **options: Any
+) -> Tensor:
+    """[B, H, T, N], wide: the weights that `attention_points` gives, before dropout."""
+    inputs, _ = _prepare("attention_points", (q, k, k), points, slopes, **options)
+    with without_autocast(inputs.q.device):
+        return points_dense.attention_weights(inputs)[0]
+
+
 def _prepare(
     function: str,
     arrays: tuple[Tensor, ...],
     points: Points,
     slopes: Slopes | None,
-    metric: str,
-    global_tokens: int,
-    scale: float | None,
-    tolerance: float | None,
+    *,
+    metric: str = "euclidean",
+    global_tokens: int = 0,
+    num_points: Counts | None = None,
+    query_points: Points | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    tolerance: float | None = None,
 ) -> tuple[PointInputs, _request.Problem]:
     """Check the arguments and fill in what they leave open."""
     for name, array in zip("qkv", arrays, strict=True):
+        if isinstance(array, Tensor) and array.is_nested:
+            raise TypeError(
+                f"{function}: {name} is a nested tensor; pad the sets, as"
+                " torch.nested.to_padded_tensor does, and say num_points"
+            )
         describe(name, array, function)
     q, k, v = autocast(*arrays)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -163,60 +229,94 @@ def _prepare(
     }
     problem = _request.check(
         function,
-        Request(**described, causal=False, scale=scale, tolerance=tolerance),
+        Request(**described, causal=False, scale=scale, dropout=dropout, tolerance=tolerance),
         gradients=torch.is_grad_enabled(),
         transformed=transforms.active(),
+        query_points=query_points is not None,
     )
-    B, H, N = problem.B, problem.H, problem.T
-    if problem.S != N:
+    B, H, T, N = problem.B, problem.H, problem.T, problem.S
+    if query_points is None and N != T:
         raise ValueError(
-            f"{function}: k has {problem.S} tokens but q has {N}, and every token is both"
-            f" (q {list(q.shape)}, k {list(k.shape)})"
+            f"{function}: k has {N} tokens but q has {T}, and every token is both, unless"
+            f" query_points say where the queries stand (q {list(q.shape)}, k {list(k.shape)})"
         )
-    place = _as_points(function, points)
+    place = _as_points(function, "points", points)
     first = _request.check_points(function, B, N, place, metric, global_tokens)
     place = place[..., first:, :]
+    asking = None if query_points is None else _as_points(function, "query_points", query_points)
+    if asking is not None:
+        _request.check_query_points(function, B, T, place, asking)
+    counts = None if num_points is None else _as_counts(function, B, num_points)
     if not torch.compiler.is_compiling():
         _request.warn_of_layout(function, problem)
-        _check_values(function, slope, place, first)
+        _check_values(function, slope, counts, place, first, asking)
     slope = default_slopes(H, wide, q.device) if slope is None else slope
-    place = place.to(q.device, torch.float32 if q.device.type == "mps" else torch.float64)
     inputs = PointInputs(
         q=q,
         k=k,
         v=v,
         slopes=slope.expand(B, H),
-        points=place if place.dim() == 3 else place[None],
+        points=_placed(place, q.device),
+        query_points=None if asking is None else _placed(asking, q.device),
+        num_points=None if counts is None else counts.to(q.device, torch.int64),
+        seed=draw_seed(q.device) if problem.dropout else None,
         manhattan=metric == "manhattan",
         global_tokens=first,
         scale=problem.scale,
+        dropout=problem.dropout,
         tolerance=problem.tolerance,
     )
     return inputs, problem
 
 
-def _as_points(function: str, points: Points) -> Tensor:
+def _as_points(function: str, name: str, points: Points) -> Tensor:
     if not isinstance(points, Tensor):
-        return torch.as_tensor(_request.real_array(function, "points", points))
+        return torch.as_tensor(_request.real_array(function, name, points))
     if points.is_complex() or points.dtype == torch.bool:
         kind = str(points.dtype).removeprefix("torch.")
-        raise TypeError(f"{function}: points must hold real numbers, got {kind}")
+        raise TypeError(f"{function}: {name} must hold real numbers, got {kind}")
     if points.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{function}: points have no gradients, and these require them; pass points.detach()"
+            f"{function}: {name} have no gradients, and these require them; pass {name}.detach()"
         )
     return points
 
 
-def _check_values(function: str, slope: Tensor | None, points: Tensor, first: int) -> None:
+def _as_counts(function: str, B: int, num_points: Counts) -> Tensor:
+    if not isinstance(num_points, Tensor):
+        num_points = torch.as_tensor(_request.real_array(function, "num_points", num_points))
+    _request.check_num_points(function, B, describe("num_points", num_points, function))
+    return num_points
+
+
+def _placed(points: Tensor, device: torch.device) -> Tensor:
+    """[n, A] or [B, n, A] -> [1 or B, n, A], as wide as the device has it."""
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    return (points if points.dim() == 3 else points[None]).to(device, wide)
+
+
+def _check_values(
+    function: str,
+    slopes: Tensor | None,
+    num_points: Tensor | None,
+    points: Tensor,
+    first: int,
+    query_points: Tensor | None,
+) -> None:
     """Check what only the values tell, where reading them does not wait for a device."""
-    if slope is not None and slope.device.type == "cpu":
-        values = transforms.known_values(slope)
-        if values is not None:
-            _request.check_slope_values(function, "slopes", values, finite=True)
-    if points.device.type == "cpu":
-        if points.dtype in (torch.bfloat16, torch.float16):
-            points = points.double()
-        values = transforms.known_values(points)
-        if values is not None:
-            _request.check_point_values(function, values, first)
+    slope, counts = _read(slopes), _read(num_points)
+    place, asking = _read(points), _read(query_points)
+    if slope is not None:
+        _request.check_slope_values(function, "slopes", slope, finite=True)
+    if counts is not None:
+        _request.check_num_points_values(function, counts, first + points.shape[-2])
+    if place is not None and (num_points is None) == (counts is None):
+        _request.check_point_values(function, place, first, counts)
+    if asking is not None:
+        _request.check_point_values(function, asking, name="query_points")
+
+
+def _read(x: Tensor | None) -> np.ndarray[Any, Any] | None:
+    if x is None or x.device.type != "cpu":
+        return None
+    return transforms.known_values(x.double() if x.dtype in _WITHOUT_NUMPY else x)

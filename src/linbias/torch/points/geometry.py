@@ -1,4 +1,5 @@
-"""Points, their distances, an order that keeps neighbours together, and boxes around parts of it.
+"""Points, their distances, an order that keeps neighbours together, and boxes around parts of it;
+and what an implementation is given of a call.
 
 Coordinates are float64, so that differences of large ones (pixels of a slide) keep their digits;
 float32 where a device has no float64.
@@ -15,15 +16,35 @@ _BITS = 20  # of each coordinate on the curve: a cell is a millionth of the poin
 class PointInputs(NamedTuple):
     """What an implementation of `attention_points` is given, checked: arrays, then numbers."""
 
-    q: Tensor  # [B, H, N, D]
+    q: Tensor  # [B, H, T, D]
     k: Tensor  # [B, G, N, D]
     v: Tensor  # [B, G, N, E]
     slopes: Tensor  # [B, H], wide: float64 for float64 inputs and float32 otherwise
-    points: Tensor  # [B or 1, N - global_tokens, A]: of the tokens that stand somewhere
+    points: Tensor  # [B or 1, N - global_tokens, A]: of the keys that stand somewhere
+    query_points: Tensor | None  # [B or 1, T, A]; None: queries and keys are the same tokens
+    num_points: Tensor | None  # [B], int64: how many tokens of a row are no padding
+    seed: Tensor | None  # [], int64; None: no dropout
     manhattan: bool
     global_tokens: int
     scale: float
+    dropout: float
     tolerance: float
+
+
+NUM_ARRAYS = PointInputs._fields.index("manhattan")
+
+
+def parts(inputs: PointInputs) -> list[tuple[slice, int]]:
+    """Batch rows that see as many keys, and how many; those that see none are left out."""
+    B, N = inputs.q.shape[0], inputs.k.shape[2]
+    if not inputs.q.numel():
+        return []
+    counts = [N] * B if inputs.num_points is None else inputs.num_points.tolist()
+    # Those that a compiler passes come unchecked.
+    counts = [min(max(n, 0), N) for n in counts]
+    alike = len(set(counts)) == 1
+    runs = [slice(0, B)] if alike else [slice(b, b + 1) for b in range(B)]
+    return [(rows, counts[rows.start]) for rows in runs if counts[rows.start]]
 
 
 def distances(rows: Tensor, columns: Tensor, manhattan: bool) -> Tensor:

@@ -10,31 +10,33 @@ import torch
 from torch import Tensor
 
 from linbias.torch.addresses import without_lost_threads
-from linbias.torch.points.geometry import PointInputs
+from linbias.torch.points.geometry import NUM_ARRAYS, PointInputs
 
 
 class Results(NamedTuple):
     """What forward gives. lse comes in two parts, whose rounded sum would cost backward digits."""
 
-    out: Tensor  # [B, H, N, E], wide
-    row_max: Tensor  # [B, H, N], wide
-    log_sum: Tensor  # [B, H, N], wide
+    out: Tensor  # [B, H, T, E], wide
+    row_max: Tensor  # [B, H, T], wide; -inf where a query sees no key
+    log_sum: Tensor  # [B, H, T], wide
     visited: Tensor  # [B, H, tiles], int32: blocks that each tile visited, in its order of them
 
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # of q, k and v in their dtype, and of slopes
 
 _ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor slopes, Tensor points, bool manhattan,"
-    " SymInt global_tokens, float scale, float tolerance"
+    "Tensor q, Tensor k, Tensor v, Tensor slopes, Tensor points, Tensor? query_points,"
+    " Tensor? num_points, Tensor? seed, bool manhattan, SymInt global_tokens, float scale,"
+    " float dropout, float tolerance"
 )
 
 
 class PointOperators:
     """The operators linbias::points_<name>_forward and _backward of an implementation.
 
-    `fill` finds `visited`, whose last axis is num_tiles, full of zeros; `find_gradients` takes the
-    inputs, dout, dlse, and what forward gave.
+    `fill` is given the results of queries that see no key, and finds those of all others;
+    `visited` has num_tiles as its last axis. `find_gradients` takes the inputs, dout, dlse, and
+    what forward gave.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class PointOperators:
         self._backward.register_autograd(self._refuse)
 
     def attention(self, inputs: PointInputs) -> tuple[Tensor, Tensor]:
-        """Return out [B, H, N, E] in q's dtype and lse [B, H, N], wide."""
+        """Return out [B, H, T, E] in q's dtype and lse [B, H, T], wide."""
         results = Results(*self.forward(*inputs))
         return results.out.to(inputs.q.dtype), results.row_max + results.log_sum
 
@@ -77,11 +79,14 @@ class PointOperators:
         return results
 
     def empty_results(self, inputs: PointInputs) -> Results:
-        (B, H, N, _), E, slopes = inputs.q.shape, inputs.v.shape[3], inputs.slopes
-        rows = slopes.new_zeros(B, H, N)
+        """Those of queries that see no key."""
+        (B, H, T, _), E, slopes = inputs.q.shape, inputs.v.shape[3], inputs.slopes
+        row_max = slopes.new_full((B, H, T), -torch.inf)
         visited = torch.zeros(B, H, self._num_tiles(inputs), dtype=torch.int32)
-        out = slopes.new_zeros(B, H, N, E)
-        return Results(out=out, row_max=rows, log_sum=torch.zeros_like(rows), visited=visited)
+        out = slopes.new_zeros(B, H, T, E)
+        return Results(
+            out=out, row_max=row_max, log_sum=slopes.new_zeros(B, H, T), visited=visited
+        )
 
     def _operate_backward(self, dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
         saved, inputs = Results._make(arguments[:4]), PointInputs._make(arguments[4:])
@@ -91,9 +96,9 @@ class PointOperators:
     def _differentiate(
         self, ctx: Any, dout: Tensor, _drow_max: Tensor, dlog_sum: Tensor, _dvisited: Tensor
     ) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        gradients = self._backward(dout, dlog_sum, *saved[5:], *saved[:5], *ctx.numbers)
-        return *gradients, *[None] * 5
+        arrays, saved = ctx.saved_tensors[:NUM_ARRAYS], ctx.saved_tensors[NUM_ARRAYS:]
+        gradients = self._backward(dout, dlog_sum, *saved, *arrays, *ctx.numbers)
+        return *gradients, *[None] * (len(PointInputs._fields) - len(gradients))
 
     def _refuse(self, *_: Any) -> Any:
         raise NotImplementedError(
@@ -109,7 +114,7 @@ def _empty_gradients(*arguments: Any) -> Gradients:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:5], *output)
-    ctx.numbers = inputs[5:]
+    ctx.save_for_backward(*inputs[:NUM_ARRAYS], *output)
+    ctx.numbers = inputs[NUM_ARRAYS:]
     # row_max counts as a constant, so that the gradient of log_sum is that of lse.
     ctx.mark_non_differentiable(output[1], output[3])
