@@ -72,6 +72,7 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor |
         key_bound=bound,
         dropout=dropout or 0.0,
         positions=_positions(lengths),
+        full_mask=layout.full_mask,
     )
     weights = method.weights(q, k, options) if layout.need_weights else None
     return method.attend(q, k, v, options), weights

@@ -17,6 +17,7 @@ from transformers.utils import can_return_tuple
 
 from linbias.models.decoder.attend import How, Steps, attend
 from linbias.models.decoder.cache import CACHE, attending_layer, takes_cache, use_growing_layers
+from linbias.models.decoder.full_mask import is_full, read_full_mask
 from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
 from linbias.models.decoder.positions import Position, Stepped
 
@@ -194,7 +195,8 @@ class Decoder(DecoderPreTrainedModel):
         Args:
             input_ids: [B, T] token ids.
             attention_mask: [B, S], S = cached + T; zero marks padding. The tokens of a row that
-                are no padding stand together. None means no padding.
+                are no padding stand together. None means no padding. Or [1 or B, 1, T, S], which
+                tokens each new one sees, as of draft trees: True, or 0 beside -inf (`full_mask`).
             position_ids: [1 or B, T], the number of each token in its text. Numbers that start
                 anew mark several texts in one row, as `DataCollatorWithFlattening` packs them:
                 none sees another, and there is no cache. None: counted from the first token.
@@ -259,6 +261,13 @@ class Decoder(DecoderPreTrainedModel):
     ) -> TokenLayout:
         """Where the new tokens stand, after those of a cache."""
         name, cache, num_cached, has_room = type(self).__name__, past_key_values, 0, False
+        if self.position.causal and is_full(attention_mask):
+            if isinstance(self.position, Stepped):
+                raise ValueError(
+                    f"{name}: attention_mask must have shape [B, S] for a model with learned "
+                    f"steps between tokens, got {list(attention_mask.shape)}"
+                )
+            return read_full_mask(name, attention_mask, embedded, cache, position_ids)
         if cache is not None:
             use_growing_layers(cache)
             num_cached, has_room = cache.get_seq_length(), cache.is_compileable
