@@ -20,6 +20,7 @@ from linbias.models.decoder.cache import CACHE, attending_layer, takes_cache, us
 from linbias.models.decoder.full_mask import is_full, read_full_mask
 from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
 from linbias.models.decoder.positions import Position, Stepped
+from linbias.models.decoder.text_marks import takes_marks
 
 
 class SelfAttention(nn.Module):
@@ -176,6 +177,7 @@ class Decoder(DecoderPreTrainedModel):
         """The final norm, if there is one."""
         return self.norm(hidden)
 
+    @takes_marks
     @takes_cache
     @can_return_tuple
     def forward(
