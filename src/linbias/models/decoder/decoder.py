@@ -116,6 +116,14 @@ class DecoderBlock(GradientCheckpointingLayer):
         return hidden + self.dropout(feed_forward(feed_forward_norm(hidden))), weights
 
 
+def refuse_pages(model: PreTrainedModel, *_: Any, **__: Any) -> Any:
+    """Refuse `generate_batch` in words: it would fail in a thread of its own."""
+    raise ValueError(
+        f"{type(model).__name__}: generate_batch, which keeps keys in pages, is not built: "
+        "generate takes padded prompts"
+    )
+
+
 class DecoderPreTrainedModel(PreTrainedModel):
     """What saving, sharding and gradient checkpointing need to know of all families."""
 
@@ -138,11 +146,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
         return fill_room(attention_mask, given[CACHE])
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Refuse it in words: it would fail in a thread of its own, request by request."""
-        raise ValueError(
-            f"{type(self).__name__}: generate_batch, which keeps keys in pages, is not built: "
-            "generate takes padded prompts"
-        )
+        refuse_pages(self)
 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]

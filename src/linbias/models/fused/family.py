@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from linbias.models.decoder.attend import How, attend
 from linbias.models.decoder.cache import CACHE, use_growing_layers
+from linbias.models.decoder.decoder import refuse_pages
 from linbias.models.decoder.full_mask import is_full, read_full_mask
 from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
 from linbias.models.decoder.packing import find_packing
@@ -279,8 +280,13 @@ def make_mask(
     )
 
 
-def read_texts(model: Any) -> None:
-    """Let a model read what Transformers' code drops or refuses: marks of texts, full masks."""
+_PAGES = "init_continuous_batching"
+
+
+def adapt_calls(model: Any) -> None:
+    """Let a model read what Transformers' code drops, marks of texts and full masks; and refuse
+    `generate_batch`, which knows Transformers' own attention alone.
+    """
     name = forward_name(model)
     if isinstance(vars(model).get(name), partial):
         return
@@ -289,11 +295,14 @@ def read_texts(model: Any) -> None:
     # Trainer and `generate` read there what a model takes.
     reading.__signature__ = with_marks_in(signature)
     vars(model)[name] = reading
+    if hasattr(model, _PAGES):
+        vars(model)[_PAGES] = partial(refuse_pages, model)
 
 
-def stop_reading_texts(model: Any) -> None:
-    """Undo `read_texts`."""
+def restore_calls(model: Any) -> None:
+    """Undo `adapt_calls`."""
     name = forward_name(model)
+    vars(model).pop(_PAGES, None)
     if isinstance(vars(model).get(name), partial):
         del vars(model)[name]
         if name == "_old_forward":
