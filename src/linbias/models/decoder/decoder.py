@@ -205,7 +205,8 @@ class Decoder(DecoderPreTrainedModel):
                 tokens each new one sees, as of draft trees: True, or 0 beside -inf (`full_mask`).
             position_ids: [1 or B, T], the number of each token in its text. Numbers that start
                 anew mark several texts in one row, as `DataCollatorWithFlattening` packs them:
-                none sees another, and there is no cache. None: counted from the first token.
+                none sees another, and there is no cache. None: counted from the first token. What
+                marks texts beside it, such as cu_seq_lens_q, must say the same (`text_marks`).
             past_key_values: A growing or static cache of earlier tokens. It is extended in place.
             inputs_embeds: [B, T, hidden_size], what `embed_tokens` would return, in place of ids.
             use_cache: Make and return a cache. None means config.use_cache, but never while
