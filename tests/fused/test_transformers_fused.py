@@ -1,7 +1,6 @@
 """Existing models, fused, against Transformers' own code for them, its defects mended."""
 
 import copy
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -379,8 +378,9 @@ def test_a_saved_model_is_fused_by_load_and_where_it_is_asked_for(
     for loaded in (load(tmp_path), asked):
         assert is_fused(loaded)
         assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
-    with pytest.raises(ValueError, match=r"ForCausalLM: position_ids .*several texts"):
-        asked(ids[:, :4], position_ids=torch.tensor([[0, 1, 0, 1]]))
+    packed = {"position_ids": torch.arange(20)[None] % 10}
+    assert torch.equal(asked(ids, **packed).logits, fused(ids, **packed).logits)
+    assert not torch.equal(asked(ids, **packed).logits, asked(ids).logits)
     assert torch.equal(fuse(asked)(ids, attention_mask=mask).logits, expected)
     assert unfuse(asked).config._attn_implementation == reference.config._attn_implementation
 
@@ -600,33 +600,3 @@ def test_golden_data_in_bfloat16(family: str) -> None:
     for _, ours, truth, expected, (name, _) in cases:
         theirs = expected[f"{name}.bfloat16.logits"].float()
         assert (ours - truth).norm() < (theirs - truth).norm(), name
-
-
-@torch.no_grad()
-@each_model
-def test_packed_texts_are_refused_and_padding_is_not(make: Any) -> None:
-    model = fuse(make().eval())
-    ids = torch.arange(10).view(2, 5) + 1
-    packed = torch.tensor([[0, 1, 2, 0, 1]])
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    counted = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
-    plain = model(ids, attention_mask=mask).logits
-    # A copy, an unpickled one, and a call of `forward`, as PEFT's, know it as well.
-    again = pickle.loads(pickle.dumps(model))
-    refused = pytest.raises(ValueError, match=r"position_ids of a fused .*several texts in a")
-    for call in (model, copy.deepcopy(model), again, model.forward, model.base_model):
-        for options in ({}, {"use_cache": False}, {"attention_mask": torch.ones_like(mask)}):
-            with refused:
-                call(ids, position_ids=packed, **options)
-    if isinstance(model, FalconForCausalLM):  # the others take them by name alone
-        with refused:
-            model.base_model(ids, None, None, packed)
-    # Behind a cache, too, whose first tokens are padding.
-    cache = model(ids[:1, :3], attention_mask=mask[:1, :3], use_cache=True).past_key_values
-    with refused:
-        behind = {"attention_mask": mask[:1], "past_key_values": cache}
-        model(ids[:1, 3:], position_ids=packed[:, 2:4], **behind)
-    out = model(ids, attention_mask=mask, position_ids=counted)
-    torch.testing.assert_close(out.logits, plain, rtol=0, atol=0)
-    torch.testing.assert_close(again(ids, attention_mask=mask).logits, plain, rtol=0, atol=0)
-    unfuse(model)(ids, position_ids=packed)

@@ -19,7 +19,14 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from linbias.models import LinbiasBertConfig, LinbiasForCausalLM, families, files, load
+from linbias.models import (
+    LinbiasBertConfig,
+    LinbiasBertModel,
+    LinbiasForCausalLM,
+    families,
+    files,
+    load,
+)
 from linbias.models.loading import Files
 from small_models import assert_same, build, tokens, write_folder
 
@@ -266,6 +273,7 @@ def test_arguments(tmp_path: Path) -> None:
         ({"task": "masked"}, r"one of \('causal', 'base'\) for .*linbias model, got 'masked'"),
         ({"rope": 1}, r"LinbiasConfig has no field 'rope'$"),
         ({"device_map": "auto"}, "has no field 'device_map'; device= names one device"),
+        ({"low_cpu_mem_usage": True}, "no field 'low_cpu_mem_usage'; leave it out: weights are"),
         ({"revision": "main"}, "no field 'revision'; give the folder that .*snapshot_download"),
         ({"trust_remote_code": True}, "no field 'trust_remote_code'; leave it out: no code"),
         ({"torch_dtype": "int8"}, "dtype must be a floating type of PyTorch, got 'int8'"),
@@ -275,10 +283,35 @@ def test_arguments(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=rf"load: .*{message}"):
             load(tmp_path, **arguments)
-    for name in ("dtype", "torch_dtype"):
-        assert load(tmp_path, **{name: "bfloat16"}).dtype == torch.bfloat16
-        assert load(tmp_path, **{name: "auto"}).dtype == torch.float64
     assert load(tmp_path, num_labels=5).config.num_labels == 5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        build,
+        lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=1)),
+        lambda: LinbiasBertModel(
+            LinbiasBertConfig(
+                vocab_size=61,
+                hidden_size=32,
+                num_attention_heads=4,
+                num_hidden_layers=1,
+                intermediate_size=48,
+            )
+        ),
+    ],
+    ids=["native", "fused", "encoder"],
+)
+def test_the_type_of_weights_is_obeyed_by_both_of_its_names(make: Any, tmp_path: Path) -> None:
+    model = make()
+    model.save_pretrained(tmp_path)
+    for name in ("dtype", "torch_dtype"):
+        for asked in ("bfloat16", torch.bfloat16):
+            loaded = load(tmp_path, **{name: asked})
+            assert {x.dtype for x in loaded.parameters()} == {torch.bfloat16}
+            assert loaded.config.dtype == torch.bfloat16
+        assert load(tmp_path, **{name: "auto"}).dtype == model.dtype
 
 
 def test_a_missing_head_names_the_argument_that_makes_one(tmp_path: Path) -> None:

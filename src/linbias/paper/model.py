@@ -17,6 +17,7 @@ from transformers.utils import can_return_tuple
 from linbias.models.decoder import decoder
 from linbias.models.decoder.cache import CACHE, takes_cache
 from linbias.models.decoder.positions import T5, Position, make_position
+from linbias.models.decoder.text_marks import takes_marks
 from linbias.paper.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from linbias.paper.config import PaperConfig
 
@@ -132,6 +133,7 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
             "(the tokenizer has <pad>)"
         )
 
+    @takes_marks
     @takes_cache
     @can_return_tuple
     def forward(

@@ -80,6 +80,7 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor |
         key_bound=bound,
         dropout=dropout or 0.0,
         positions=positions,
+        full_mask=layout.full_mask,
     )
     weights = method.weights(q, k, options) if layout.need_weights else None
     gathered = method.attend(q, k, v, options)

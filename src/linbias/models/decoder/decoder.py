@@ -17,8 +17,10 @@ from transformers.utils import can_return_tuple
 
 from linbias.models.decoder.attend import How, Steps, attend
 from linbias.models.decoder.cache import CACHE, attending_layer, takes_cache, use_growing_layers
+from linbias.models.decoder.full_mask import is_full, read_full_mask
 from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
 from linbias.models.decoder.positions import Position, Stepped
+from linbias.models.decoder.text_marks import takes_marks
 
 
 class SelfAttention(nn.Module):
@@ -114,6 +116,14 @@ class DecoderBlock(GradientCheckpointingLayer):
         return hidden + self.dropout(feed_forward(feed_forward_norm(hidden))), weights
 
 
+def refuse_pages(model: PreTrainedModel, *_: Any, **__: Any) -> Any:
+    """Refuse `generate_batch` in words: it would fail in a thread of its own."""
+    raise ValueError(
+        f"{type(model).__name__}: generate_batch, which keeps keys in pages, is not built: "
+        "generate takes padded prompts"
+    )
+
+
 class DecoderPreTrainedModel(PreTrainedModel):
     """What saving, sharding and gradient checkpointing need to know of all families."""
 
@@ -136,11 +146,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
         return fill_room(attention_mask, given[CACHE])
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Refuse it in words: it would fail in a thread of its own, request by request."""
-        raise ValueError(
-            f"{type(self).__name__}: generate_batch, which keeps keys in pages, is not built: "
-            "generate takes padded prompts"
-        )
+        refuse_pages(self)
 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
@@ -175,6 +181,7 @@ class Decoder(DecoderPreTrainedModel):
         """The final norm, if there is one."""
         return self.norm(hidden)
 
+    @takes_marks
     @takes_cache
     @can_return_tuple
     def forward(
@@ -195,10 +202,12 @@ class Decoder(DecoderPreTrainedModel):
             input_ids: [B, T] token ids.
             attention_mask: [B, S], S = cached + T; zero marks padding, also between tokens (a
                 hole), where it takes up no distance, but in Baichuan and JAIS, whose own code
-                counts it. None means no padding.
+                counts it. None means no padding. Or [1 or B, 1, T, S], which tokens each new one
+                sees, as of draft trees: True, or 0 beside -inf (`full_mask`).
             position_ids: [1 or B, T], the number of each token in its text. Numbers that start
                 anew mark several texts in one row, as `DataCollatorWithFlattening` packs them:
-                none sees another, and there is no cache. None: counted from the first token.
+                none sees another, and there is no cache. None: counted from the first token. What
+                marks texts beside it, such as cu_seq_lens_q, must say the same (`text_marks`).
             past_key_values: A growing or static cache of earlier tokens. It is extended in place.
             inputs_embeds: [B, T, hidden_size], what `embed_tokens` would return, in place of ids.
             use_cache: Make and return a cache. None means config.use_cache, but never while
@@ -260,6 +269,13 @@ class Decoder(DecoderPreTrainedModel):
     ) -> TokenLayout:
         """Where the new tokens stand, after those of a cache."""
         name, cache, num_cached, has_room = type(self).__name__, past_key_values, 0, False
+        if self.position.causal and is_full(attention_mask):
+            if isinstance(self.position, Stepped):
+                raise ValueError(
+                    f"{name}: attention_mask must have shape [B, S] for a model with learned "
+                    f"steps between tokens, got {list(attention_mask.shape)}"
+                )
+            return read_full_mask(name, attention_mask, embedded, cache, position_ids)
         if cache is not None:
             use_growing_layers(cache)
             num_cached, has_room = cache.get_seq_length(), cache.is_compileable

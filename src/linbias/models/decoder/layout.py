@@ -15,7 +15,7 @@ the row in the order of `holes.py`, in which they do.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,33 @@ from transformers import Cache
 from linbias.models.decoder.holes import Holes
 from linbias.models.decoder.packing import Packing, find_packing
 from linbias.torch.share import share_here
+
+
+class FullMask(NamedTuple):
+    """Who sees whom, and where all stand, of a call with an attention_mask [B, 1, T, S]."""
+
+    seen: Tensor  # [B, T, S]: whether a new token sees a key
+    queries: Tensor  # [B, T]: where the new tokens stand
+    keys: Tensor  # [B, S]: where all tokens stand
+
+    @property
+    def distances(self) -> Tensor:
+        """[B, T, S]: how far each key lies before each query."""
+        return self.queries[..., None] - self.keys[:, None]
+
+    @property
+    def key_range(self) -> Tensor:
+        """[B, 2]: the range of keys that the longest branch of each row would have alone."""
+        length = self.queries.amax(-1, keepdim=True) + 1
+        return torch.cat([torch.zeros_like(length), length], dim=-1)
+
+    def last_queries(self, count: int) -> "FullMask":
+        """The same for the last `count` new tokens alone; the keys stay."""
+        skipped = self.queries.shape[1] - count
+        return self._replace(seen=self.seen[:, skipped:], queries=self.queries[:, skipped:])
+
+    def to(self, device: torch.device | str | int) -> "FullMask":
+        return FullMask(*(x.to(device) for x in self))
 
 
 @dataclass(frozen=True)
@@ -39,6 +66,7 @@ class TokenLayout:
     key_range: Tensor | None = None  # [B, 2]; None where every key is a token
     query_start: Tensor | None = None  # [B], likewise
     packing: Packing | None = None  # of rows that hold several texts
+    full_mask: FullMask | None = None  # in the place of all that says what is seen
     is_token: Tensor | None = None  # [B, S]; None where every key is a token, and in packed rows
     holes: Holes | None = None  # of rows that have some, or may: in graphs
     need_weights: bool = False
@@ -47,7 +75,8 @@ class TokenLayout:
     @property
     def are_last(self) -> bool:
         """Whether the new tokens stand behind all others, none of which is padding."""
-        return self.key_range is None and self.query_start is None and self.packing is None
+        placed = (self.key_range, self.query_start, self.packing, self.full_mask)
+        return all(x is None for x in placed)
 
     def last_queries(self, count: int) -> "TokenLayout":
         """The same for the last `count` new tokens alone; the keys stay."""
@@ -59,7 +88,8 @@ class TokenLayout:
             start = start + (skipped if holes is None else holes.is_new[:, :skipped].sum(-1))
         if holes is not None:
             holes = holes.last_queries(count)
-        return replace(self, positions=positions, query_start=start, holes=holes)
+        full = None if self.full_mask is None else self.full_mask.last_queries(count)
+        return replace(self, positions=positions, query_start=start, holes=holes, full_mask=full)
 
     def pack(self, x: Tensor) -> Tensor:
         """Leave padding out: [N, ...] of x [B, T, ...]; but not in graphs, nor without padding."""

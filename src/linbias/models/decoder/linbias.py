@@ -17,6 +17,7 @@ from linbias.models.decoder import bidirectional, decoder
 from linbias.models.decoder.cache import takes_cache
 from linbias.models.decoder.config import ENCODER_POSITIONS, LinbiasConfig
 from linbias.models.decoder.positions import make_gate, make_position
+from linbias.models.decoder.text_marks import takes_marks
 
 
 class SelfAttention(decoder.SelfAttention):
@@ -183,6 +184,7 @@ class LinbiasForCausalLM(_WithHead, GenerationMixin):
             )
         super().__init__(config)
 
+    @takes_marks
     @takes_cache
     @can_return_tuple
     def forward(
@@ -252,6 +254,7 @@ class LinbiasForMaskedLM(_WithHead):
             )
         super().__init__(config)
 
+    @takes_marks
     @can_return_tuple
     def forward(
         self,

@@ -20,6 +20,7 @@ from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
 from linbias.methods import METHODS
+from linbias.models.decoder.layout import FullMask
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights
 from linbias.torch.constant import constant
@@ -34,6 +35,7 @@ class AttendOptions(NamedTuple):
     key_bound: Tensor | None = None  # [B, G]
     dropout: float = 0.0
     positions: Tensor | None = None  # [B, S] or [B, H, S], where keys stand if not at their index
+    full_mask: FullMask | None = None  # which stands for range, start and order; not an argument
 
 
 NO_OPTIONS = AttendOptions()
@@ -68,8 +70,7 @@ class Position(nn.Module):
         refuse_share(type(self).__name__)
         T, S = q.shape[2], k.shape[2]
         grouped = q.shape[1] != k.shape[1]
-        placed = options.key_range is not None or options.query_start is not None
-        if not placed and (T in (1, S) or not self.causal):
+        if not _is_placed(options) and (T in (1, S) or not self.causal):
             # No mask to build: a square is plainly causal, a single last query sees every key.
             is_causal = self.causal and T == S
             return scaled_dot_product_attention(
@@ -101,6 +102,8 @@ class Position(nn.Module):
 
     def _seen(self, distances: Tensor, options: AttendOptions) -> Tensor:
         """[1 or B, T, S]: which keys each query may see."""
+        if options.full_mask is not None:
+            return options.full_mask.seen
         seen = distances >= 0 if self.causal else torch.ones_like(distances, dtype=torch.bool)
         if options.key_range is not None:
             first, end = options.key_range[:, None, :1], options.key_range[:, None, 1:]
@@ -136,15 +139,30 @@ class LinearBias:
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
+        how: Any = {"implementation": self.implementation, "return_lse": False}
+        if options.full_mask is not None:
+            how |= self._fall_under(q, options.full_mask)
+            return attention(q, k, v, dropout=options.dropout, **how)
         given = {**self.fall(q, k.shape[2], options), **options._asdict()}
-        how: Any = {"causal": self.causal, "implementation": self.implementation}
-        return attention(q, k, v, return_lse=False, **how, **given)
+        del given["full_mask"]
+        return attention(q, k, v, causal=self.causal, **how, **given)
 
     def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
+        if options.full_mask is not None:
+            return attention_weights(q, k, **self._fall_under(q, options.full_mask))
         names = ("key_range", "query_start", "positions")
         given = {name: getattr(options, name) for name in names}
         fall = self.fall(q, k.shape[2], options)
         return attention_weights(q, k, **fall, causal=self.causal, **given)
+
+    def _fall_under(self, q: Tensor, full: FullMask) -> dict[str, Any]:
+        """As `fall`, and causal: all of the bias is in a mask, for which order means nothing."""
+        options = AttendOptions(key_range=full.key_range)
+        fall = self.fall(q, full.keys.shape[1], options)
+        slopes = fall["slopes"]
+        bias = -slopes[..., None, None] * full.distances[:, None]
+        mask = bias.masked_fill(~full.seen[:, None], -math.inf)
+        return {**fall, "slopes": torch.zeros_like(slopes), "mask": mask, "causal": False}
 
 
 class Biased(LinearBias, Position):
@@ -273,13 +291,16 @@ class T5(Position):
             return super().attend(q, k, v, options)
         # A row has T + S - 1 distances, from that of its last query to the first key downwards:
         # look those up, then lay them out as [T, S], each query one step after the next.
-        farthest = query_start_of(q, k, options) + T - 1
-        distances = farthest - torch.arange(T + S - 1, device=q.device)
-        line = self.bias(self.bucket(distances)).mT.to(q.dtype)
-        masked = options.key_range is not None or options.query_start is not None
-        if not masked and self.causal:  # hidden before the line is laid out, which is cheaper
-            line = line.masked_fill((distances < 0)[:, None], -math.inf)
-        bias = line.unfold(-1, S, 1).flip(-2)  # [1 or B, H, T, S]
+        masked = _is_placed(options)
+        if options.full_mask is not None:
+            bias = self._bias(distances_of(q, k, options)).to(q.dtype)
+        else:
+            farthest = query_start_of(q, k, options) + T - 1
+            distances = farthest - torch.arange(T + S - 1, device=q.device)
+            line = self.bias(self.bucket(distances)).mT.to(q.dtype)
+            if not masked and self.causal:  # hidden before the line is laid out, which is cheaper
+                line = line.masked_fill((distances < 0)[:, None], -math.inf)
+            bias = line.unfold(-1, S, 1).flip(-2)  # [1 or B, H, T, S]
         if masked:
             visible = self._visible(distances_of(q, k, options), options)
             bias = torch.where(visible[:, None], bias, -math.inf)
@@ -330,6 +351,12 @@ def _angles(positions: Tensor, count: int, base: float) -> Tensor:
     return positions[..., None] * base**-exponents
 
 
+def _is_placed(options: AttendOptions) -> bool:
+    """Whether more than the order of keys says what is seen."""
+    placed = (options.key_range, options.query_start, options.full_mask)
+    return any(x is not None for x in placed)
+
+
 def query_start_of(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
     """[1 or B, 1]: where the first query of each row stands."""
     if options.query_start is not None:
@@ -341,5 +368,7 @@ def query_start_of(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
 
 def distances_of(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
     """[1 or B, T, S]: how far each key lies before each query."""
+    if options.full_mask is not None:
+        return options.full_mask.distances
     queries = query_start_of(q, k, options) + torch.arange(q.shape[2], device=q.device)
     return queries[..., None] - torch.arange(k.shape[2], device=q.device)

@@ -21,11 +21,11 @@ from linbias.models.fused.family import (
     Bias,
     Family,
     Options,
+    adapt_calls,
     change_classes,
-    check_texts,
     keep_mask_for_generate,
     make_mask,
-    stop_checking_texts,
+    restore_calls,
 )
 from linbias.models.prepacked import unpack
 
@@ -47,9 +47,9 @@ def fuse(
     The model is changed in place, and no other; its weights and their names stay. Around
     attention runs Transformers' own code, but for the GELU, in one pass. Training, gradient
     checkpointing, padding (also between tokens), caches and `generate` work as before, for any
-    length.
-    Weights of attention (`output_attentions`) are computed beside it. A call whose `position_ids`
-    mark several texts in a row (packed batches) is refused. `unfuse` undoes it.
+    length. Weights of attention (`output_attentions`) are computed beside it. Packed rows
+    (`position_ids` that start anew, `cu_seq_lens_q`, `seq_idx`) and masks [B, 1, T, S] are read
+    as those of `LinbiasForCausalLM`, outside of compiled graphs. `unfuse` undoes it.
 
     Args:
         model: With any head, or a body alone. Wrappers such as PEFT's may be around it.
@@ -116,7 +116,7 @@ def fuse(
         body.unfused_implementation = _default(body) if fused_by_loading else before
         _run_fused(body, family, bias)
     for module in _around(model):
-        check_texts(module)
+        adapt_calls(module)
         # BLOOM's own already returns [B, S].
         if not hasattr(module, "create_masks_for_generate"):
             vars(module)["create_masks_for_generate"] = keep_mask_for_generate
@@ -159,7 +159,7 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
     for module in _around(model):
         vars(module).pop("create_masks_for_generate", None)
         if not mpt.always_fused(module.config):
-            stop_checking_texts(module)
+            restore_calls(module)
     return model
 
 
@@ -203,7 +203,7 @@ def install() -> None:
     FALCON_ATTENTION_CLASSES[NAME] = falcon.FAMILY.attention  # which it looks up by implementation
     for family in FAMILIES.values():
         if family.why_unknown() is None:
-            _when_built(family.base, check_texts)
+            _when_built(family.base, adapt_calls)
             _when_built(family.body, fuse_by_default)
             # BLOOM's language model has its own.
             family.base.create_masks_for_generate = _keep_mask_if_fused

@@ -7,6 +7,7 @@ the modules that are given it become those of `Family.fused`, which know it.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
@@ -23,10 +24,13 @@ from transformers.utils import logging
 
 from linbias.models.decoder.attend import How, attend
 from linbias.models.decoder.cache import CACHE, use_growing_layers
+from linbias.models.decoder.decoder import refuse_pages
+from linbias.models.decoder.full_mask import is_full, read_full_mask
 from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
 from linbias.models.decoder.packing import find_packing
 from linbias.models.decoder.positions import AttendOptions, LinearBias
 from linbias.models.decoder.slopes import ModelSlopes
+from linbias.models.decoder.text_marks import MARKS, read_marks, with_marks_in
 from linbias.models.prepacked import forward_name
 from linbias.torch.choice import IMPLEMENTATIONS
 
@@ -87,7 +91,9 @@ class RoundedBias(Bias):
         """
         (B, H, T, _), (_, G, S, _) = q.shape, k.shape
         positions = torch.arange(S, device=q.device)[None]
-        if options.key_range is not None:
+        if options.full_mask is not None:
+            positions = options.full_mask.keys
+        elif options.key_range is not None:
             positions = (positions - options.key_range[:, :1]).clamp(min=0)
         left = self.slopes.left(q, S, options.key_range)
         exact = left[:, None] * positions[:, None]
@@ -255,6 +261,8 @@ def make_mask(
 
     A mask that was made earlier stays. A static cache has `kv_length` > q_offset + q_length.
     """
+    if _AT_WORK and (layout := _layout_of_call()) is not None:
+        return layout
     if isinstance(attention_mask, TokenLayout):
         return attention_mask
     if config.model_type not in MODEL_TYPES:
@@ -280,47 +288,90 @@ def make_mask(
     )
 
 
-def check_texts(model: Any) -> None:
-    """Let a model refuse packed rows, whose position_ids most heads of Transformers drop."""
+_PAGES = "init_continuous_batching"
+
+
+def adapt_calls(model: Any) -> None:
+    """Let a model read what Transformers' code drops, marks of texts and full masks; and refuse
+    `generate_batch`, which knows Transformers' own attention alone.
+    """
     name = forward_name(model)
     if isinstance(vars(model).get(name), partial):
         return
     signature = inspect.signature(MethodType(type(model).forward, model))
-    checked: Any = partial(_forward, model, tuple(signature.parameters))
+    reading: Any = partial(_forward, model, tuple(signature.parameters))
     # Trainer and `generate` read there what a model takes.
-    checked.__signature__ = signature
-    vars(model)[name] = checked
+    reading.__signature__ = with_marks_in(signature)
+    vars(model)[name] = reading
+    if hasattr(model, _PAGES):
+        vars(model)[_PAGES] = partial(refuse_pages, model)
 
 
-def stop_checking_texts(model: Any) -> None:
-    """Undo `check_texts`."""
+def restore_calls(model: Any) -> None:
+    """Undo `adapt_calls`."""
     name = forward_name(model)
+    vars(model).pop(_PAGES, None)
     if isinstance(vars(model).get(name), partial):
         del vars(model)[name]
         if name == "_old_forward":
             vars(model)[name] = MethodType(type(model).forward, model)
 
 
+# That of the call at work, where a mask [B, S] does not say it: heads pass nothing else on. The
+# compiler cannot look there; it sees the list.
+_LAYOUT: ContextVar[TokenLayout | None] = ContextVar("linbias.layout", default=None)
+_AT_WORK: list[TokenLayout] = []
+
+
+@torch.compiler.disable
+def _layout_of_call() -> TokenLayout | None:
+    return _LAYOUT.get()
+
+
 def _forward(model: Any, arguments: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
-    """That of the class of a model, for rows of one text each."""
+    """That of the class of a model, which then asks `make_mask`."""
     given = dict(zip(arguments, args, strict=False)) | kwargs
-    if given.get("position_ids") is not None and _has_several_texts(**given):
-        raise ValueError(
-            f"{type(model).__name__}: position_ids of a fused model must count on from token to "
-            "token, got several texts in a row, which would see each other: give each a row of "
-            "its own, with padding and attention_mask"
-        )
+    if any(name in kwargs for name in MARKS):
+        args, given = (), read_marks(type(model).__name__, given)
+        kwargs = given
+    if is_full(given.get("attention_mask")) or _has_several_texts(**given):
+        return _forward_with_layout(model, given)
     return type(model).forward(model, *args, **kwargs)
 
 
+@torch.compiler.disable
+def _forward_with_layout(model: Any, given: dict[str, Any]) -> Any:
+    caller, tokens, cache = type(model).__name__, given.get("input_ids"), given.get("cache")
+    if tokens is None:
+        tokens = given["inputs_embeds"]
+    cache = given.get("past_key_values") if cache is None else cache
+    mask, position_ids = given.pop("attention_mask", None), given.pop("position_ids", None)
+    if is_full(mask):
+        layout = read_full_mask(caller, mask, tokens, cache, position_ids)
+    else:
+        has_cache = cache is not None or bool(given.setdefault("use_cache", False))
+        start = 0 if cache is None else cache.get_seq_length()
+        options: Any = {"position_ids": position_ids, "has_cache": has_cache}
+        layout = read_attention_mask(caller, mask, tokens, start, **options)
+    before = _LAYOUT.set(layout)
+    _AT_WORK.append(layout)
+    try:
+        return type(model).forward(model, **given)
+    finally:
+        _AT_WORK.pop()
+        _LAYOUT.reset(before)
+
+
 def _has_several_texts(
-    position_ids: Tensor,
+    position_ids: Tensor | None = None,
     attention_mask: Any = None,
     past_key_values: Any = None,
     cache: Any = None,
     **_: Any,
 ) -> bool:
     """Whether position_ids mark several texts in a row, as `read_attention_mask` reads them."""
+    if position_ids is None:
+        return False
     cache, T = past_key_values if cache is None else cache, position_ids.shape[-1]
     if T < 2 or (cache is not None and torch.compiler.is_compiling()):
         return False

@@ -11,7 +11,7 @@ from transformers import MptConfig, MptForCausalLM, PreTrainedConfig
 
 from linbias.models import fields
 from linbias.models.fused import fuse_by_default, mpt
-from linbias.models.fused.family import check_texts, keep_mask_for_generate
+from linbias.models.fused.family import adapt_calls, keep_mask_for_generate
 
 
 class LinbiasMptAttentionConfig(PreTrainedConfig):
@@ -139,8 +139,8 @@ class LinbiasMptForCausalLM(MptForCausalLM):
         if config.logit_scale is not None:
             self.lm_head = ScaledHead(config)
         fuse_by_default(self.transformer)
-        check_texts(self.transformer)
-        check_texts(self)
+        adapt_calls(self.transformer)
+        adapt_calls(self)
         self.post_init()
 
 
