@@ -433,6 +433,9 @@ ERRORS = {
         "./absent {corpus} -o {tmp}/v.npy": "MODEL: must be a folder with a config.json, got",
         "{model} {corpus} -o {tmp}/v.npy": "error: MODEL: must hold an encoder, got",
         "{model} {tmp}/absent -o {tmp}/v.npy": "FILES: must exist and be readable, got {tmp}",
+        "{model} {corpus} -o {tmp}/v.npy --spans word": "error: --spans: must be 'sentences' or",
+        "{model} {corpus} -o {tmp}/v.npy --spans 0": "error: --spans: must be at least 1 token",
+        "{model} {corpus} -o {tmp}/v.npy --spans 9 --pooling cls": "--pooling: must be 'mean'",
     },
     "train": {
         "--set width": "--set: must be NAME=VALUE, got 'width'",

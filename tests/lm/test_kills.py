@@ -66,7 +66,7 @@ def run_paper(texts: dict[str, Path], output: Path) -> None:
 
 def run_embed(folder: Path, output: Path) -> None:
     documents = [Document(f"d{size}", "far away " * size) for size in (1, 2, 30, 3, 40)]
-    embed(folder, documents, output, batch_tokens=300)
+    embed(folder, documents, output, batch_tokens=300, spans=20)
 
 
 def kill_in_turn(run: Callable[..., None], deaths: list[tuple[str, int]], *arguments: Any) -> None:
@@ -122,14 +122,16 @@ def test_embed_killed_anywhere_ends_like_an_undisturbed_run(tmp_path):
     deaths = [
         ("linbias._run.folders.write_json", 1),  # held, without its settings
         ("linbias._run.files.os.fsync", 3),  # within the line of the second batch
-        ("linbias.models.embedding.vectors.new_file", 1),  # ids are written
+        ("linbias.models.embedding.vectors.write_json", 1),  # vectors of spans are written
+        ("linbias.models.embedding.vectors.new_file", 2),  # ids are written
     ]
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     run_embed(tmp_path / "encoder", tmp_path / "whole" / "v.npy")
     kill_in_turn(run_embed, deaths, tmp_path / "encoder", tmp_path / "killed" / "v.npy")
-    assert_same_files(tmp_path, "v.ids.json", "v.npy")
-    assert files(tmp_path / "whole") == ["v.ids.json", "v.npy"]
+    names = ["v.ids.json", "v.npy", "v.spans.npy"]
+    assert_same_files(tmp_path, *names)
+    assert files(tmp_path / "whole") == names
 
 
 def assert_same_files(folder: Path, *names: str) -> None:

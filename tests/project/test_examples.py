@@ -177,19 +177,61 @@ def test_the_existing_model_is_the_definition():
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.processes
-def test_processes_share_a_corpus_and_go_on_where_they_were_stopped(tmp_path):
+def write_corpus(folder, num_files):
+    """An encoder, and the files of a corpus for it."""
     from linbias.data.tokenizers import byte_tokenizer
-    from linbias.models import LinbiasBertConfig, LinbiasBertModel, embed, read_documents
+    from linbias.models import LinbiasBertConfig, LinbiasBertModel
 
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
     config = LinbiasBertConfig(vocab_size=256, **sizes)
-    LinbiasBertModel(config).save_pretrained(tmp_path / "encoder")
-    byte_tokenizer().save(tmp_path / "encoder")
-    files = [tmp_path / f"part-{number}.jsonl" for number in range(5)]
+    LinbiasBertModel(config).save_pretrained(folder / "encoder")
+    byte_tokenizer().save(folder / "encoder")
+    files = [folder / f"part-{number}.jsonl" for number in range(num_files)]
     for number, file in enumerate(files):
         lines = [json.dumps({"text": f"text {i} of {number}", "id": i}) for i in range(3)]
         file.write_text("\n".join(lines))
+    return files
+
+
+def test_a_corpus_is_embedded_with_its_passages(tmp_path):
+    from linbias.models import embed, read_documents
+
+    (file,) = write_corpus(tmp_path, 1)
+    words = [tmp_path / "encoder", tmp_path / "vectors", file, "--spans", 4]
+    assert load("embed_many").main([*map(str, words)]) == [tmp_path / "vectors" / "part-0.npy"]
+    expected = embed(tmp_path / "encoder", read_documents([file]), spans=4).span_vectors
+    found = np.load(tmp_path / "vectors" / "part-0.spans.npy")
+    assert np.array_equal(found, np.concatenate(expected))
+
+
+def test_ray_that_is_not_installed_is_asked_for(tmp_path, monkeypatch, capsys):
+    example = load("embed_many")
+    monkeypatch.setattr(example, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        example.main(["encoder", str(tmp_path / "vectors"), "a.jsonl", "--ray", "2"])
+    assert "--ray: needs ray, which is not installed: pip install" in capsys.readouterr().err
+    assert not (tmp_path / "vectors").exists()
+
+
+@pytest.mark.processes
+def test_workers_of_ray_share_a_corpus(tmp_path):
+    pytest.importorskip("ray")
+    from linbias.models import embed, read_documents
+
+    files = write_corpus(tmp_path, 3)
+    words = [tmp_path / "encoder", tmp_path / "vectors", *files, "--ray", 2]
+    made = load("embed_many").main([*map(str, words)])
+    assert made == [tmp_path / "vectors" / f"{file.stem}.npy" for file in files]
+    for file, output in zip(files, made, strict=True):
+        alone = embed(tmp_path / "encoder", read_documents([file])).vectors
+        np.testing.assert_allclose(np.load(output), alone, atol=1e-6)
+
+
+@pytest.mark.processes
+def test_processes_share_a_corpus_and_go_on_where_they_were_stopped(tmp_path):
+    from linbias.models import embed, read_documents
+
+    files = write_corpus(tmp_path, 5)
     vectors = tmp_path / "vectors"
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = [*launch, EXAMPLES / "embed_many.py", tmp_path / "encoder", vectors]

@@ -15,6 +15,10 @@ _FILES = (
     'Text files, folders or globs; a document per file; .jsonl files with a "text" (and "id") '
     "per line; '-' for JSON lines from standard input."
 )
+_SPANS = (
+    "Also a vector for each passage, which has seen the whole document: 'sentences', or a number "
+    "of tokens."
+)
 
 
 @considerate()
@@ -24,6 +28,7 @@ def embed(
     output: Annotated[Path, option("File to make: .npy, .jsonl or .parquet.", "--output", "-o")],
     pooling: Annotated[str, option("'mean' of all tokens, or 'cls', the first one.")] = "mean",
     normalize: Annotated[bool, option("Make vectors of length 1.", "--normalize")] = False,
+    spans: Annotated[str | None, option(_SPANS)] = None,
     max_length: Annotated[
         int | None, option("Read at most this many tokens of a document. Default: all.")
     ] = None,
@@ -41,10 +46,13 @@ def embed(
 
     Beside a .npy file, .ids.json names its rows; beside a .jsonl file, .settings.json says how it
     was made. Rows of the other formats hold id, num_tokens and vector of each document, in order.
+    With --spans they hold spans, the first character of each passage and one past its last, and
+    span_vectors; beside a .npy file, .ids.json and .spans.npy do.
 
     \b
     [dim]linbias embed jina-embeddings-v2-base-en book.txt letters/*.txt -o vectors.npy[/]
     [dim]linbias embed jina documents.jsonl -o vectors.parquet --normalize[/]
+    [dim]linbias embed jina book.txt -o vectors.parquet --spans sentences[/]
     [dim]cat documents.jsonl | linbias embed jina - -o vectors.jsonl[/]
     """
     from linbias._run.processes import choose_device
@@ -62,6 +70,7 @@ def embed(
             output,
             pooling=pooling,
             normalize=normalize,
+            spans=int(spans) if spans is not None and spans.isdecimal() else spans,
             max_length=max_length,
             batch_tokens=batch_tokens,
             device=choose_device("embed", device),
@@ -70,14 +79,17 @@ def embed(
             **changes,
         )
     num_tokens, size = sum(result.num_tokens), result.vectors.shape[1]
+    num_spans = sum(map(len, result.spans))
     if as_json:
         counts = {"size": size, "num_tokens": num_tokens, "num_shortened": result.num_shortened}
+        counts |= {} if spans is None else {"num_spans": num_spans}
         made = {"model": model, "output": str(output), "documents": len(documents)}
         return print_json({**made, **counts})
     shortened = "" if max_length is None else f", {result.num_shortened:,} shortened"
+    passages = "" if spans is None else f", {num_spans:,} passages"
     out.print(
         f"{len(documents):,} documents, {num_tokens:,} tokens, the longest "
-        f"{max(result.num_tokens):,}{shortened}; {size:,} numbers each",
+        f"{max(result.num_tokens):,}{shortened}{passages}; {size:,} numbers each",
         soft_wrap=True,
     )
     print_path("finished before: vectors in" if is_finished else "vectors in", output)

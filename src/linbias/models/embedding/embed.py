@@ -1,4 +1,4 @@
-"""`embed`: a vector for each document, however long.
+"""`embed`: a vector for each document, however long, and for spans of it.
 
 Which documents share a batch depends on the documents alone, so that a run that was killed and
 continued writes the same numbers as one that was not.
@@ -23,6 +23,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from linbias._run.files import JsonLog
 from linbias._run.folders import hold_run_folder, open_run_folder
 from linbias.models.embedding.documents import Document
+from linbias.models.embedding.spans import (
+    Passages,
+    Span,
+    Spans,
+    find_passages,
+    read_spans,
+    settings_of,
+)
 from linbias.models.embedding.vectors import (
     WRITERS,
     Embedded,
@@ -30,6 +38,7 @@ from linbias.models.embedding.vectors import (
     check_output,
     partial_folder,
     read_finished,
+    split_rows,
 )
 from linbias.models.encoders.bert import LinbiasBertModel
 from linbias.models.loading import Files, load, load_tokenizer
@@ -48,6 +57,7 @@ def embed(
     *,
     pooling: str = "mean",
     normalize: bool = False,
+    spans: Spans | None = None,
     max_length: int | None = None,
     batch_tokens: int = 16384,
     device: torch.device | str | None = None,
@@ -55,16 +65,23 @@ def embed(
     progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> Embedded:
-    """Turn documents into vectors with an ALiBi encoder.
+    """Turn documents, and spans of them, into vectors with an ALiBi encoder.
 
         mean:  vector = mean over the tokens of a document of last_hidden_state
         cls:   vector = last_hidden_state of the first token
+        span:  vector = mean over the tokens of a span of last_hidden_state
 
-    A document is read whole, however long, with its special tokens. With an output, each batch is
-    kept in the folder `<output>.partial`, and the same call continues after a kill; one that is
-    finished is returned as it is. The output appears at the end: `.npy` holds the vectors
-    [N, hidden_size], with ids and settings in `<output without .npy>.ids.json`; `.jsonl`, with
-    settings in `.settings.json`, and `.parquet` hold `id`, `num_tokens` and `vector` of each.
+    A document is read whole, however long, with its special tokens; the vectors of its spans come
+    from the same pass ("late chunking"), so that each has seen the whole document. A span
+    `(begin, end)` is of characters of the text, from 0, end excluded. It holds each token that
+    shares a character with it, and no special token; spans may overlap.
+
+    With an output, each batch is kept in the folder `<output>.partial`, and the same call
+    continues after a kill; one that is finished is returned as it is. The output appears at the
+    end: `.npy` holds the vectors [N, hidden_size], with ids, spans and settings in
+    `<output without .npy>.ids.json` and the vectors of all spans, one below the other, in
+    `.spans.npy`; `.jsonl`, with settings in `.settings.json`, and `.parquet` hold `id`,
+    `num_tokens`, `vector`, and with spans `spans` and `span_vectors` of each.
 
     Args:
         folder: An encoder as `load` reads it, with its tokenizer.
@@ -73,7 +90,13 @@ def embed(
         output: File to write, which must not exist or be of the very same run; None: none.
         pooling: "mean" or "cls". jina-embeddings-v2 were trained with the mean.
         normalize: Divide each vector by its Euclidean norm.
-        max_length: Read at most so many tokens of each document; None: all.
+        spans: Of what to make vectors beside those of documents. "sentences": of sentences, which
+            end at . ! ? before white space, unless a small letter follows, at those of other
+            scripts, and before an empty line. A number: of so many tokens each, the last of a
+            document perhaps of fewer. A function: of the pairs that it makes of a text. Or the
+            pairs themselves, for each document. None: of nothing.
+        max_length: Read at most so many tokens of each document; None: all. What is not read is
+            not split either.
         batch_tokens: Tokens per forward pass, padding included; a longer document makes a batch of
             its own.
         device: Where to compute; None means the first CUDA device, or else the CPU.
@@ -84,13 +107,17 @@ def embed(
 
     Returns:
         A record with vectors [N, hidden_size] in float32, ids and num_tokens, in the order of the
-        documents, and num_shortened, how many documents max_length has shortened.
+        documents, and num_shortened, how many documents max_length has shortened. `spans[i]` are
+        the pairs of document i, without those of a splitter that hold no token, and
+        `span_vectors[i]` [len(spans[i]), hidden_size]; both are () without spans.
 
     Raises:
         ValueError: An argument breaks a rule above, the folder has no such model or no tokenizer,
             a document has no tokens or one beyond the vocabulary, a vector is not finite, or the
-            output or `<output>.partial` is of another run.
-        TypeError: A document is neither a text nor a Document.
+            output or `<output>.partial` is of another run. A span is empty, not within what is
+            read of its document, or one of those given that holds no token; a document has no
+            span; or there are spans with pooling "cls" or without a fast tokenizer.
+        TypeError: A document is neither a text nor a Document, or a span no pair of integers.
         ModuleNotFoundError: A `.parquet` file needs pyarrow.
 
     Example:
@@ -103,10 +130,15 @@ def embed(
         >>> result = embed(folder, [Document("a", "near"), Document("b", "far, far away")])
         >>> result.vectors.shape, result.ids, result.num_tokens
         ((2, 32), ('a', 'b'), (4, 13))
+        >>> result = embed(folder, ["So near. So far away."], spans="sentences")
+        >>> result.spans, result.span_vectors[0].shape
+        ((((0, 8), (9, 21)),), (2, 32))
     """
     target = None if output is None else Path(output)
     documents = _with_ids(documents)
     _check(documents, pooling, max_length, batch_tokens, precision)
+    if spans is not None:
+        spans = read_spans(spans, documents, pooling)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if precision == "fp16" and where.type == "cpu":
         raise ValueError("embed: precision 'fp16' must have a GPU, got a CPU")
@@ -119,7 +151,12 @@ def embed(
     if not isinstance(model, LinbiasBertModel):
         got = f"got {source.name!r} with a {type(model).__name__}"
         raise ValueError(f"embed: folder must hold an encoder, {got}")
-    tokens, num_shortened = _tokenize(tokenizer, documents, max_length, model.config.vocab_size)
+    if spans is not None and not tokenizer.is_fast:
+        got = f"got {source.name!r} with a {type(tokenizer).__name__}"
+        raise ValueError(f"embed: folder must hold a fast tokenizer with spans, {got}")
+    tokens, passages, num_shortened = _tokenize(
+        tokenizer, documents, spans, max_length, model.config.vocab_size
+    )
     batches = plan_batches([len(row) for row in tokens], batch_tokens)
     made_by = {
         "pooling": pooling,
@@ -130,6 +167,7 @@ def embed(
         "slope_scale": model.config.slope_scale,
         "model": _fingerprint_of_model(model),
         "documents": _fingerprint_of_documents(documents, tokens),
+        **settings_of(spans, passages),
     }
     if target is not None and target.exists():
         return read_finished(target, made_by, num_shortened)
@@ -137,11 +175,16 @@ def embed(
     compute, size = partial(_compute, model, pooling, normalize), model.config.hidden_size
 
     def run(log: JsonLog | None) -> Embedded:
+        vectors, span_vectors = _run(
+            compute, documents, tokens, passages, batches, size, log, progress
+        )
         return Embedded(
-            vectors=_run(compute, documents, tokens, batches, size, log, progress),
+            vectors=vectors,
             ids=tuple(document.id for document in documents),
             num_tokens=tuple(map(len, tokens)),
             num_shortened=num_shortened,
+            spans=() if spans is None else tuple(passage.spans for passage in passages),
+            span_vectors=() if spans is None else span_vectors,
         )
 
     if target is None:
@@ -171,9 +214,13 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def _compute(
-    model: PreTrainedModel, pooling: str, normalize: bool, rows: Sequence[Tokens]
+    model: PreTrainedModel,
+    pooling: str,
+    normalize: bool,
+    rows: Sequence[Tokens],
+    spans: Sequence[Sequence[Span]],
 ) -> Vectors:
-    """[B, hidden_size] for the tokens of each row."""
+    """A vector for the tokens of each row, and then for those of each span of each row."""
     ids = pad_sequence([torch.from_numpy(row).long() for row in rows], batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
@@ -183,44 +230,57 @@ def _compute(
         vectors = hidden[:, 0].float()
     else:  # hidden is zero at padding
         vectors = hidden.sum(1, dtype=torch.float32) / mask.sum(1)[:, None]
+    means = [
+        row[begin:end].mean(0, dtype=torch.float32)
+        for row, of_row in zip(hidden, spans, strict=True)
+        for begin, end in of_row
+    ]
+    vectors = torch.cat([vectors, *(mean[None] for mean in means)])
     if normalize:
         vectors = torch.nn.functional.normalize(vectors, dim=-1)
     return vectors.cpu().numpy()
 
 
 def _run(
-    compute: Callable[[Sequence[Tokens]], Vectors],
+    compute: Callable[[Sequence[Tokens], Sequence[Sequence[Span]]], Vectors],
     documents: Sequence[Document],
     tokens: Sequence[Tokens],
+    passages: Sequence[Passages],
     batches: Sequence[Sequence[int]],
     size: int,
     log: JsonLog | None,
     progress: Callable[[int, int], None] | None,
-) -> Vectors:
-    """The vectors of all documents; batches that the log has are not computed again."""
+) -> tuple[Vectors, tuple[Vectors, ...]]:
+    """The vectors of all documents, and of the spans of each; batches that the log has are not
+    computed again.
+    """
     vectors = np.empty((len(documents), size), np.float32)
+    span_vectors: dict[int, Vectors] = {}
     num_done, num_tokens = 0, sum(map(len, tokens))
     done = {} if log is None else {record.get("batch"): record for record in log.records}
     for number, batch in enumerate(batches):
+        counts = [len(passages[i].spans) for i in batch]
         if number in done:
             try:
                 packed = base64.b64decode(done[number]["vectors"])
-                rows = np.frombuffer(packed, np.float32).reshape(len(batch), size)
+                rows = np.frombuffer(packed, np.float32).reshape(len(batch) + sum(counts), size)
             except (LookupError, TypeError, ValueError) as error:
                 raise ValueError(f"embed: log.jsonl is damaged ({error})") from error
         else:
-            rows = compute([tokens[i] for i in batch])
+            rows = compute([tokens[i] for i in batch], [passages[i].tokens for i in batch])
             if not (finite := np.isfinite(rows).all(axis=1)).all():
-                got = f"got another of document {documents[batch[int(np.argmin(finite))]].id!r}"
+                owner = [*batch, *np.repeat(batch, counts)][int(np.argmin(finite))]
+                got = f"got another of document {documents[owner].id!r}"
                 raise ValueError(f"embed: vectors must be finite, {got}")
             if log is not None:
                 encoded = base64.b64encode(rows.tobytes()).decode()
                 log.append({"batch": number, "vectors": encoded})
-        vectors[list(batch)] = rows
+        vectors[list(batch)] = rows[: len(batch)]
+        span_vectors.update(zip(batch, split_rows(rows[len(batch) :], counts), strict=True))
         num_done += sum(len(tokens[i]) for i in batch)
         if progress is not None:
             progress(num_done, num_tokens)
-    return vectors
+    return vectors, tuple(span_vectors[i] for i in range(len(documents)))
 
 
 def _with_ids(documents: Sequence[Any]) -> list[Document]:
@@ -270,28 +330,38 @@ def _load_tokenizer(files: Files) -> PreTrainedTokenizerBase:
 def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Document],
+    spans: Spans | None,
     max_length: int | None,
     vocab_size: int,
-) -> tuple[list[Tokens], int]:
-    """The tokens of each document, and how many documents are shortened."""
+) -> tuple[list[Tokens], list[Passages], int]:
+    """The tokens and the passages of each document, and how many documents are shortened."""
     num_special = tokenizer.num_special_tokens_to_add()
     if max_length is not None and max_length <= num_special:
         raise ValueError(
             f"embed: max_length must be above the {num_special} special tokens, got {max_length}"
         )
-    rows, num_shortened = [], 0
-    for document in documents:
-        ids = tokenizer(document.text, truncation=False, verbose=False)["input_ids"]
-        if max_length is not None and len(ids) > max_length:
+    encode = partial(tokenizer, verbose=False, return_offsets_mapping=spans is not None)
+    rows, passages, num_shortened = [], [], 0
+    for number, document in enumerate(documents):
+        encoded = encode(document.text, truncation=False)
+        if is_shortened := max_length is not None and len(encoded["input_ids"]) > max_length:
             num_shortened += 1
-            ids = tokenizer(document.text, truncation=True, max_length=max_length)["input_ids"]
+            encoded = encode(document.text, truncation=True, max_length=max_length)
+        ids = encoded["input_ids"]
         if len(ids) <= num_special:
             raise ValueError(f"embed: documents must have tokens, got none in {document.id!r}")
         if max(ids) >= vocab_size:
             got = f"got {max(ids)} in {document.id!r}"
             raise ValueError(f"embed: tokens must be below vocab_size = {vocab_size}, {got}")
         rows.append(np.asarray(ids, np.int32))
-    return rows, num_shortened
+        passages.append(
+            Passages((), ())
+            if spans is None
+            else find_passages(
+                spans, number, document, encoded["offset_mapping"], is_shortened=is_shortened
+            )
+        )
+    return rows, passages, num_shortened
 
 
 def _fingerprint_of_model(model: PreTrainedModel) -> str:
