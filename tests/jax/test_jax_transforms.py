@@ -215,18 +215,19 @@ for spec in (P("x"), P(None, None, "x"), P(None, "x"), P(None, None, None, "x"),
             assert tuple(found[0][1].sharding.spec)[:3] == (*spec, None, None, None)[:3]
         close(attention(*split, implementation=name), attention(*given))  # outside of the mesh
     close(attention_weights(*split[:2]), attention_weights(*given[:2]))
-    # a range for each query, split as they are or not at all
-    for of_rows in {P(), P(*spec[:2])}:
-        def loss(rows, q, k, v):
-            limits = {"query_range": rows, "window": (200, 9), "key_range": key_range}
-            out = attention(q, k, v, causal=False, **limits, implementation="blocked")
-            return (out**2).sum(), out
-        run = jax.value_and_grad(loss, argnums=(1, 2, 3), has_aux=True)
-        with jax.set_mesh(mesh):
-            placed = jax.device_put(rows, NamedSharding(mesh, of_rows))
-            found = jax.jit(run)(placed, *split)
-        close(found, run(rows, *given))
-        assert tuple(found[0][1].sharding.spec)[:3] == (*spec, None, None, None)[:3]
+# a range for each query, split as these are
+def loss(rows, q, k, v):
+    limits = {"query_range": rows, "window": (200, 9), "key_range": key_range}
+    out = attention(q, k, v, causal=False, **limits, implementation="blocked")
+    return (out**2).sum(), out
+run = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3), has_aux=True))
+want = run(rows, *given)
+for spec in (P("x"), P(None, "x")):
+    split = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (rows, *given)]
+    with jax.set_mesh(mesh):
+        found = run(*split)
+    close(found, want)
+    assert tuple(found[0][1].sharding.spec)[:2] == (*spec, None)[:2]
 heads = P(None, None, "x")
 run = jax.shard_map(lambda q: attention(q, q, q), mesh=mesh, in_specs=heads, out_specs=heads)
 try:
