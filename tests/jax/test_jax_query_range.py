@@ -10,17 +10,17 @@ import pytest
 import linbias
 from cases import RANGED_CASES, short
 from contract import check_case, check_certificate_holds, rows
-from jax_subject import SIZES, JaxSubject, assert_close, random, steps
+from jax_subject import IMPLEMENTATIONS, SIZES, JaxSubject, assert_close, random, steps
 from linbias.jax import attention, attention_weights
 
-IMPLEMENTATIONS = ("dense", "blocked")
 BY_NAME = {case.name: case for case in RANGED_CASES}
 CONTRACT = [
     *(("blocked", case) for case in RANGED_CASES),
-    *(("dense", case) for case in short(RANGED_CASES)),
+    *((name, case) for name in ("cpu", "dense") for case in short(RANGED_CASES)),
+    *(("cpu", BY_NAME[name]) for name in ("long-window-range", "long-scattered")),
 ]
 QUICK = """blocked-scattered blocked-window-range-per-head blocked-long-scattered
-dense-chunks-multi-query"""
+dense-chunks-multi-query cpu-scattered cpu-window-per-batch cpu-window-dropout"""
 
 
 @pytest.mark.parametrize(("implementation", "case"), rows(QUICK, *CONTRACT))
@@ -174,7 +174,7 @@ def test_traced_ranges_give_what_known_ones_give(implementation):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ("dense", "blocked"))
 def test_lengths_may_be_symbols_in_an_exported_program(implementation):
     def attend(q, k, v, query_range):
         options = {"causal": False, "query_range": query_range, "window": (200, 7)}
