@@ -66,9 +66,9 @@ class Any {
 };
 
 // The numbers of a call: the attributes of the custom call. What a call is without (not ranged, started, bounded,
-// placed) is there but not read.
+// placed, limited) is there but not read.
 struct Numbers {
-  bool causal, ranged, started, bounded, placed, precise;
+  bool causal, ranged, started, bounded, placed, limited, precise;
   double scale, dropout, tolerance;
   std::int32_t num_threads;
 };
@@ -98,6 +98,7 @@ Numbers read_numbers(const xla::Attributes& from) {
   read(from, "started", n.started);
   read(from, "bounded", n.bounded);
   read(from, "placed", n.placed);
+  read(from, "limited", n.limited);
   read(from, "precise", n.precise);
   read(from, "scale", n.scale);
   read(from, "dropout", n.dropout);
@@ -108,7 +109,7 @@ Numbers read_numbers(const xla::Attributes& from) {
 
 // The arrays of a call, in the order in which they come.
 struct Operands {
-  Any q, k, v, left, right, key_range, query_start, key_bound, positions, query_positions, seed;
+  Any q, k, v, left, right, key_range, query_start, key_bound, positions, query_positions, query_range, seed;
 };
 struct Kept {  // by forward, for backward
   Any out, row_max, log_sum, visited;
@@ -181,7 +182,7 @@ std::vector<double> positions(const Any& array) {
 
 // What the core wants wider than it comes.
 struct Widened {
-  std::vector<std::int64_t> key_range, query_start;
+  std::vector<std::int64_t> key_range, query_start, query_range;
   std::vector<double> positions, query_positions;
 };
 
@@ -203,6 +204,7 @@ Call call(const Operands& from, Widened& widened, const Numbers& n, const Fold& 
     c.positions = {widened.positions.data() + index * c.B * c.H * c.S, c.H * c.S, c.S};
     c.query_positions = {widened.query_positions.data() + index * c.B * c.H * c.T, c.H * c.T, c.T};
   }
+  if (n.limited) c.query_range = widened.query_range.data() + index * c.B * c.T * 2;
   if (n.bounded) c.key_bound = of(from.key_bound);
   if (n.dropout > 0) c.seed = *static_cast<std::uint32_t*>(of(from.seed));
   c.scale = n.scale;
@@ -220,6 +222,7 @@ void run(const Operands& from, const Numbers& n, Compute compute) {
   Widened wide;
   if (n.ranged) wide.key_range = integers(from.key_range);
   if (n.started) wide.query_start = integers(from.query_start);
+  if (n.limited) wide.query_range = integers(from.query_range);
   if (n.placed) wide.positions = positions(from.positions), wide.query_positions = positions(from.query_positions);
   for (std::int64_t i = 0; i < fold.num_calls; ++i) {
     if (compute(call(from, wide, n, fold, i), i, fold.num_calls) != Status::ok) throw std::bad_alloc();

@@ -40,7 +40,7 @@ TOLERANCE = {
 }
 
 LARGEST_START = 2**30
-LARGEST_WINDOW = 2**30  # beyond it there is no limit; 32-bit integers have the sums
+LARGEST_WINDOW = 3 * 2**29  # no key lies as far from a query; 32-bit integers have the sums
 NO_WINDOW = (-1, -1)
 
 # 16 bits cannot tell far positions apart, nor can float64 beyond 2^53; of integers, which may lie
@@ -409,7 +409,9 @@ def fill(
         "key_range": ranges,  # [B, G, 2]
         "query_start": start,  # [B]
         # [B, T, 2]: the first and one past the last key of each query, within the keys
-        "query_range": _ranges_of_queries(request, problem, start, xp, count),
+        "query_range": ranges_of_queries(
+            request.query_range, request.window, problem, start, xp, count
+        ),
         "mask": mask,  # of four axes
         "key_bound": request.key_bound,
         "scale": problem.scale,
@@ -418,24 +420,27 @@ def fill(
     }
 
 
-def _ranges_of_queries(
-    request: Request[Any], problem: Problem, start: Any, xp: Any, count: Callable[[int], Any]
+def ranges_of_queries(
+    query_range: Any,
+    window: tuple[int, int] | None,
+    problem: Problem,
+    start: Any,
+    xp: Any,
+    count: Callable[[int], Any],
 ) -> Any:
     """The ranges that window and query_range leave of each query, [B, T, 2]; None: all keys."""
     if not problem.query_range:
         return None
     T, S = problem.T, problem.S
     limits = []
-    if request.query_range is not None:
-        limits.append((request.query_range[..., 0], request.query_range[..., 1]))
-    left, right = (
-        min(n, LARGEST_WINDOW) for n in check_window("", request.window, problem.causal)
-    )
+    if query_range is not None:
+        limits.append((query_range[..., 0], query_range[..., 1]))
+    left, right = (min(n, LARGEST_WINDOW) for n in check_window("", window, problem.causal))
     own_key = count(T) + (S - T if start is None else start[:, None])  # [T] or [B, T]
     if left >= 0:
-        limits.append((own_key - left, 0 * own_key + S))
+        limits.append((own_key.clip(0, None) - left, 0 * own_key + S))
     if right >= 0:
-        limits.append((0 * own_key, own_key + right + 1))
+        limits.append((0 * own_key, own_key.clip(None, S) + right + 1))
     first, end = limits[0]
     for other_first, other_end in limits[1:]:
         first, end = xp.maximum(first, other_first), xp.minimum(end, other_end)

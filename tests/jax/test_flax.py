@@ -1,6 +1,7 @@
 """`linbias.jax.flax`: both Flax attentions, every variant, decoding, masks, dropout, messages."""
 
 import importlib.util
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -141,7 +142,7 @@ def test_masks_hide_keys_known_or_traced(name, variant, known):
     assert (out[~seen] == 0).all()
 
 
-def options_of(monkeypatch, variant, mask, num_queries=T):
+def options_of(monkeypatch, variant, mask, num_queries=T, **options):
     """The options that a mask of this call comes to."""
     found = {}
 
@@ -150,7 +151,7 @@ def options_of(monkeypatch, variant, mask, num_queries=T):
         return prepare(*args, **options)
 
     monkeypatch.setattr(flax_module, "prepare", spy)
-    attention_fn(variant)(QKV[0][:, :num_queries], *QKV[1:], mask=mask)
+    attention_fn(variant, **options)(QKV[0][:, :num_queries], *QKV[1:], mask=mask)
     return {n: np.asarray(x).tolist() for n, x in found.items() if x is not None}
 
 
@@ -170,6 +171,41 @@ AT_THE_KEYS = {"query_start": [0, 0]}
 )
 def test_a_known_mask_that_is_a_range_of_keys_becomes_one(monkeypatch, variant, name, options):
     assert options_of(monkeypatch, variant, MASKS[name]) == options
+
+
+@pytest.mark.parametrize(
+    ("variant", "known"), rows("symmetric-True", *product(("causal", "symmetric"), (True, False)))
+)
+def test_a_window_hides_what_the_mask_shows_and_a_mask_what_the_window_shows(variant, known):
+    mask, p = MASKS["holes"], np.arange(T)
+    within = (p[:, None] - p <= 2) & (p - p[:, None] <= 1)
+    visible = (mask & within & np.tri(T, dtype=bool)) if variant == "causal" else mask & within
+    run = partial(attention_fn(variant, window=(2, 1)), *QKV)
+    out = np.asarray((run if known else jax.jit(lambda mask: run(mask=mask)))(mask=mask))
+    seen = visible.any(-1)
+    expected = np.asarray(flax_attention(variant, jnp.asarray(visible)[None, None]))
+    np.testing.assert_allclose(out[:, seen], expected[:, seen], atol=1e-6)
+    assert (out[:, ~seen] == 0).all()
+
+
+@pytest.mark.thorough
+def test_a_known_mask_that_shows_what_the_window_shows_is_no_mask(monkeypatch):
+    within = np.tri(T, dtype=bool) & ~np.tri(T, k=-3, dtype=bool)
+    assert options_of(monkeypatch, "causal", within, window=(2, 0)) == {}
+    # Later keys are shown, though the window has none: the mask is not causal.
+    both = options_of(monkeypatch, "symmetric", np.ones((T, T), bool), window=(2, 0))
+    assert both == {}
+
+
+def test_a_window_reaches_back_from_the_last_key_of_a_cache():
+    layer = nnx.MultiHeadAttention(
+        H, WIDTH, attention_fn=attention_fn(window=(2, 0)), decode=False, rngs=nnx.Rngs(0)
+    )
+    x = jnp.asarray(X)
+    expected = layer(x)
+    layer.init_cache((B, T + 3, WIDTH))
+    steps = [layer(x[:, t : t + 1], decode=True) for t in range(T)]
+    np.testing.assert_allclose(jnp.concatenate(steps, 1), expected, atol=1e-6)
 
 
 def test_one_query_gets_the_position_of_the_last_key_shown(monkeypatch):
@@ -254,6 +290,10 @@ MESSAGES = [
     (lambda: attention_fn("both"), ValueError, "variant must be one of .*, got 'both'"),
     (lambda: attention_fn("causal", right_slopes=[1.0] * H), ValueError,
      "right_slopes contradicts variant 'causal'"),
+    (lambda: attention_fn(window=(3,)), TypeError,
+     r"attention_fn: window must be \(left, right\), two integers: .* got \(3,\)"),
+    (lambda: attention_fn(local_window_size=3), TypeError,
+     "attention_fn: there is no argument local_window_size; say window"),
     (attend(*[Q[:, :, :3]] * 3, "directional"), ValueError, "needs an even num_heads, got 3"),
     (attend(Q[0, 0]), ValueError, r"q must be \[..., length, heads, size\] .* got \[4, 2\]"),
     (attend(k=Q[:1]), ValueError, r"k must .* batch axes \[2\], got \[1, 7, 4, 2\]"),

@@ -26,14 +26,14 @@ from jax_subject import (
     needs_core,
     numpy_attention,
     random,
+    steps,
     to_jax,
     to_numpy,
 )
 from linbias import _dispatch
 from linbias.jax import attention, merge
 from linbias.jax import bias as jax_bias
-from linbias.jax.call import prepare
-from linbias.jax.impl import blocked, cpu
+from linbias.jax.impl import cpu
 from linbias.jax.impl.tiles import LEFT, RIGHT, Tiles
 
 # Of long sequences `cpu` (the core, which the tests of `linbias.torch` ask too) and `dense` know
@@ -84,19 +84,6 @@ def test_keys_count_although_squares_of_entries_vanish(q_size, k_size):
     np.testing.assert_allclose(out[0, :, 0], expected_out[0], atol=1e-5)
     # The bound is a number, not NaN: far keys of a steep head are left out all the same.
     assert steps(*heads_second, [1.0], scale=scale)[0][0] < 5
-
-
-def steps(q, k, v, left, **options):
-    """Bands that `blocked` visits for each head, to the left and to the right."""
-    inputs, _ = prepare(
-        "test", q, k, v, left, causal=options.pop("causal", True), right_slopes=None, **options
-    )
-    return num_steps(inputs).tolist()
-
-
-@jax.jit  # here, so that calls of the same sizes share a program
-def num_steps(inputs):
-    return blocked._forward(inputs)[2].num_steps
 
 
 def test_the_certificate_leaves_most_of_a_long_sequence():

@@ -45,6 +45,11 @@ class Case:
     dtype: str = "float32"
     implementation: str = "cpu"
     check_vma: bool = True
+    window: tuple[int, int] | None = None
+
+    @property
+    def options(self):
+        return {"causal": self.causal, "window": self.window}
 
     def arrays(self, seed=0):
         """q, k, v, the slopes, and what out and lse are weighed with, in float64."""
@@ -77,6 +82,10 @@ CASES = {
         (2.0, 0.5, 1.5, 0.6), (INF, 1.0, 1.0, 1.0), causal=False, implementation="blocked"
     ),
     "dense": Case((2.0, 0.5, 1.5, 0.6), implementation="dense"),
+    "a window beyond the next piece": Case(
+        (0.0, 0.1, 1.5, 0.6), causal=False, window=(21, 5), implementation="blocked"
+    ),
+    "a causal window": Case((0.0,) * 4, window=(9, 0), halo=48, implementation="dense"),
 }  # fmt: skip
 
 
@@ -93,7 +102,7 @@ def with_gradients(case, attend, arrays):
 
     @jax.jit
     def run(leaves, dout, dlse):
-        (out, lse), pull = jax.vjp(lambda x: attend(**x, causal=case.causal), leaves)
+        (out, lse), pull = jax.vjp(lambda x: attend(**x, **case.options), leaves)
         return {"out": out, "lse": lse} | {f"d{n}": x for n, x in pull((dout, dlse))[0].items()}
 
     results = run(leaves, arrays["dout"], arrays["dlse"])
@@ -124,7 +133,7 @@ def in_pieces(function, arrays, out_specs=PIECES, check_vma=True):
 
 def measured_halo(case, arrays, **options):
     given = {name: arrays[name] for name in ("q", "k", "slopes", "right_slopes") if name in arrays}
-    measure = partial(needed_halo, axis_name="x", causal=case.causal, **options)
+    measure = partial(needed_halo, axis_name="x", **case.options, **options)
     found = jax.jit(in_pieces(measure, given, P()))(**given)
     assert (found.dtype, found.shape) == (np.int32, (case.num_kv_heads,))
     return np.asarray(found)
@@ -134,8 +143,8 @@ def on_four_devices(case, arrays, halo):
     name = case.implementation if HAS_CORE or case.implementation != "cpu" else "blocked"
     attend = partial(attention, axis_name="x", halo=halo, implementation=name, return_lse=True)
 
-    def run(causal, **leaves):
-        function = partial(attend, causal=causal)
+    def run(causal, window, **leaves):
+        function = partial(attend, causal=causal, window=window)
         return in_pieces(function, leaves, (PIECES, PIECES), case.check_vma)(**leaves)
 
     return with_gradients(case, run, arrays)
@@ -182,13 +191,15 @@ def check_a_halo_that_is_too_small_shows():
 def check_messages_hold_what_heads_need_and_no_more():
     case = Case((2.0, 0.5, 1.5, 0.6), num_kv_heads=4)
     arrays = {name: x for name, x in case.arrays().items() if name in "qkv"}
-    for halo, slopes, right in (
-        ((5, 40, 0, 16), case.slopes, None),
-        ((5, 40, 100, 5), case.slopes, case.slopes),
-        (21, (0.5, 0.5, INF, INF), (INF, INF, 0.5, 0.5)),
-        (0, case.slopes, None),
+    for halo, slopes, right, window in (
+        ((5, 40, 0, 16), case.slopes, None, (-1, -1)),
+        ((5, 40, 100, 5), case.slopes, case.slopes, (-1, -1)),
+        (21, (0.5, 0.5, INF, INF), (INF, INF, 0.5, 0.5), (-1, -1)),
+        (0, case.slopes, None, (-1, -1)),
+        ((5, 40, 100, 5), case.slopes, case.slopes, (17, 3)),
     ):
         of_sides = {"slopes": slopes, "right_slopes": right, "causal": right is None}
+        of_sides["window"] = window
         one = partial(attention, axis_name="x", halo=halo, **of_sides)
         forward = in_pieces(one, arrays)
 
@@ -196,8 +207,15 @@ def check_messages_hold_what_heads_need_and_no_more():
             return jax.grad(lambda x: forward(**x).astype(jnp.float32).sum())(arrays)
 
         counts = np.broadcast_to(np.minimum(halo, (NUM_PIECES - 1) * T), 4)
-        sides = [np.isfinite(side) for side in (slopes, right) if side is not None]
-        expected = 2 * (8 + 6) * sum((counts * side).sum() for side in sides)
+        expected = (
+            2
+            * (8 + 6)
+            * sum(
+                (np.minimum(counts, limit if limit >= 0 else 48) * np.isfinite(side)).sum()
+                for side, limit in zip((slopes, right), window, strict=True)
+                if side is not None
+            )
+        )
         assert numbers_sent(lambda x, forward=forward: forward(**x), arrays) == expected
         assert numbers_sent(both_ways, arrays) == 2 * expected
         if halo == 21:  # of 48 that a ring would send to each side, for half of the heads
@@ -355,6 +373,21 @@ def test_heads_that_need_all_keys_or_none():
     assert needed[[0, 2, 3]].tolist() == [everything, everything, 0] and needed[1] < everything
 
 
+def test_a_window_needs_no_larger_halo_than_it_shows():
+    """And a smaller one, where the slope hides more; a key that is not finite is not seen."""
+    arrays = Case((1.0,) * 4).arrays()
+    q, k = arrays["q"], np.concatenate([arrays["k"]] * 2, axis=2)
+    k[0, 2, 3, 0] = np.nan
+    for right, window, wanted in (
+        (None, (11, 0), [11, 0, 2, 11]),
+        ((0.0,) * 4, (11, 20), [20, 20, 20, 20]),
+        ((20.0,) * 4, (5, 20), [5, 2, 2, 20]),
+        (None, (2**40, 0), [48, 0, 2, 48]),
+    ):
+        needed = measure(q, k, (0.0, INF, 20.0, 1e-9), right, window=window)
+        assert (needed <= wanted).all() and (needed[[0, 3]] == np.array(wanted)[[0, 3]]).all()
+
+
 def test_a_halo_of_nothing_and_pieces_without_rows():
     empty = np.zeros((NUM_PIECES, 1, 0, 2, 4), np.float32)
     assert by_vmap(partial(attention, axis_name="x", halo=3), *[empty] * 3).shape == empty.shape
@@ -376,6 +409,9 @@ REFUSED = [
     (dict(axis_name=0), TypeError, "attention: axis_name must be a string or a tuple of strings"),
     (dict(mask=None), TypeError, "attention: there is no argument mask; a sequence in pieces has"
      " all its keys and no dropout"),
+    (dict(query_range=None), TypeError, "attention: there is no argument query_range; a sequence"
+     " in pieces has all its keys"),
+    (dict(window=7), TypeError, "attention: window must be .left, right., .*; got 7"),
     (dict(is_causal=True), TypeError, "attention: there is no argument is_causal; say causal"),
 ]  # fmt: skip
 

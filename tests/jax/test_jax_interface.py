@@ -89,7 +89,7 @@ def test_what_the_binding_reads_lies_where_xla_puts_it():
 )
 def test_a_call_that_the_handler_cannot_read_is_an_error_of_xla(attributes, words):
     cpu._register()
-    arrays = [jnp.zeros((1, 1, 1, 1))] * 11
+    arrays = [jnp.zeros((1, 1, 1, 1))] * 12
     results = [jax.ShapeDtypeStruct((1, 1, 1, 1), np.float32)] * 4
     with pytest.raises(Exception, match=re.escape(f"attention: {words}")):
         jax.block_until_ready(jax.ffi.ffi_call("linbias_forward", results)(*arrays, **attributes))

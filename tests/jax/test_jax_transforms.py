@@ -166,14 +166,16 @@ for name in ("blocked", "cpu"):
 # ranges of their own for key/value heads, and starts for batch rows
 ranges = [[0, 300], [10, 200], [0, 5], [7, 290]], [[3, 3], [0, 300], [1, 90], [0, 80]]
 start = np.array([17, -40])
-def loss(q, k, v, left, key_range, start):
-    placed = {"key_range": key_range, "query_start": start}
+rows = np.sort(np.random.default_rng(1).integers(0, 301, (2, 300, 2)), -1)
+def loss(q, k, v, left, key_range, start, rows):
+    placed = {"key_range": key_range, "query_start": start, "query_range": rows}
+    placed["window"] = 200, 9
     out = attention(q, k, v, left, causal=False, **placed, implementation="blocked")
     return (out ** 2).sum((1, 3))
-args = q, k, v, left, np.array(ranges), start
+args = q, k, v, left, np.array(ranges), start, rows
 for spec, slope, start_spec in ((P(None, None, "x"), P("x"), P()), (P("x"), P(), P("x"))):
     ranges = P(*(a for i, a in enumerate((*spec, None, None)[:3]) if i != 1))
-    specs = (spec, spec, spec, slope, ranges, start_spec)
+    specs = (spec, spec, spec, slope, ranges, start_spec, start_spec)
     parts = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=ranges)
     gradients = (jax.grad(lambda *a: f(*a).sum(), argnums=(0, 1, 2, 3)) for f in (parts, loss))
     close(*(jax.jit(of)(*args) for of in gradients))
@@ -196,6 +198,7 @@ def test_shard_map_over_batch_and_heads_and_a_word_on_sharded_arrays():
 EXPLICIT = """
 mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
 key_range = np.array([[3, 300], [0, 41]])
+rows = np.sort(np.random.default_rng(1).integers(0, 301, (2, 300, 2)), -1).astype(np.int32)
 for spec in (P("x"), P(None, None, "x"), P(None, "x"), P(None, None, None, "x"), P()):
     split = [jax.device_put(x, NamedSharding(mesh, spec)) for x in given]
     for name in ("auto", "blocked", "dense"):
@@ -212,6 +215,19 @@ for spec in (P("x"), P(None, None, "x"), P(None, "x"), P(None, None, None, "x"),
             assert tuple(found[0][1].sharding.spec)[:3] == (*spec, None, None, None)[:3]
         close(attention(*split, implementation=name), attention(*given))  # outside of the mesh
     close(attention_weights(*split[:2]), attention_weights(*given[:2]))
+# a range for each query, split as these are
+def loss(rows, q, k, v):
+    limits = {"query_range": rows, "window": (200, 9), "key_range": key_range}
+    out = attention(q, k, v, causal=False, **limits, implementation="blocked")
+    return (out**2).sum(), out
+run = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3), has_aux=True))
+want = run(rows, *given)
+for spec in (P("x"), P(None, "x")):
+    split = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (rows, *given)]
+    with jax.set_mesh(mesh):
+        found = run(*split)
+    close(found, want)
+    assert tuple(found[0][1].sharding.spec)[:2] == (*spec, None)[:2]
 heads = P(None, None, "x")
 run = jax.shard_map(lambda q: attention(q, q, q), mesh=mesh, in_specs=heads, out_specs=heads)
 try:

@@ -14,7 +14,8 @@ from cases import arguments
 from contract import SEED
 from linbias import _request
 from linbias.jax import attention, call
-from linbias.jax.impl import cpu
+from linbias.jax.call import prepare
+from linbias.jax.impl import blocked, cpu
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu")
 HEADS_SECOND = ("out", "q", "k", "v", "dout", "lse", "dlse")  # what JAX wants [B, T, H, ...]
@@ -98,6 +99,19 @@ def numpy_attention(q, k, v, *args, **options):
         *(np.asarray(x, float).swapaxes(1, 2) for x in (q, k, v)), *args, **options
     )
     return out.swapaxes(1, 2)
+
+
+def steps(q, k, v, left, **options):
+    """Bands that `blocked` visits for each head, to the left and to the right."""
+    inputs, _ = prepare(
+        "test", q, k, v, left, causal=options.pop("causal", True), right_slopes=None, **options
+    )
+    return num_steps(inputs).tolist()
+
+
+@jax.jit  # here, so that calls of the same sizes share a program
+def num_steps(inputs):
+    return blocked._forward(inputs)[2].num_steps
 
 
 def assert_close(found, wanted, allowed=1e-4):

@@ -19,6 +19,8 @@ from linbias.jax.impl import blocked, cpu, dense
 from linbias.jax.operator import Inputs
 from linbias.schedules import slopes as slopes_of_paper
 
+count = functools.partial(jnp.arange, dtype=np.int32)
+
 # In the order in which "auto" asks them.
 IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (cpu, blocked, dense)
 
@@ -85,7 +87,7 @@ def prepare(
         left,
         jnp,
         lambda ranges: ranges[..., 1].max(1, initial=0),
-        functools.partial(jnp.arange, dtype=np.int32),
+        count,
     )
     of_heads, key_bound, mask = (problem.B, problem.H), filled["key_bound"], filled["mask"]
     right = filled["right"]

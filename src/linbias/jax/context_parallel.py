@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from linbias import _request
 from linbias._request import Problem
-from linbias.jax.call import ArrayLike, Slopes, prepare, run
+from linbias.jax.call import ArrayLike, Slopes, count, prepare, run
 from linbias.jax.functional import Sides
 from linbias.jax.impl.certificate import norm
 from linbias.jax.impl.tiles import LEFT, RIGHT
@@ -36,6 +36,7 @@ class Weighing(Sides, total=False):
     """The keywords of `linbias.jax.attention` that a sequence in pieces has too."""
 
     tolerance: float | None
+    window: tuple[int, int] | None
 
 
 @overload
@@ -99,9 +100,11 @@ def attention(
         axis_name: The mesh axis, or several as in a PartitionSpec, over which the sequence lies.
         halo: An integer, or one for each key/value head, known when the program is traced: how
             many keys to fetch beyond each open side of the piece. Causal attention, and slopes
-            known to be inf for all query heads of a key/value head, close a side.
+            known to be inf for all query heads of a key/value head, close a side, and no more is
+            fetched than a window shows.
         causal, right_slopes, scale, implementation, return_lse: As for `linbias.jax.attention`.
         tolerance: Half for keys that are not read, half for keys beyond `needed_halo`.
+        window: (left, right), as for `linbias.jax.attention`; a halo of the larger is enough.
 
     Returns:
         [B, T, H, E] in q's dtype; with return_lse also lse [B, T, H], float32 or float64.
@@ -131,8 +134,13 @@ def attention(
     halos = np.minimum(_check_halo(function, halo, G), (num_pieces - 1) * T)
     right_slopes = options.get("right_slopes")
     right_slopes = slopes if right_slopes is None else right_slopes
-    on_the_left = np.where(_hidden(slopes, problem), 0, halos)
-    on_the_right = np.where(problem.causal | _hidden(right_slopes, problem), 0, halos)
+    window = options.get("window")
+    seen = [
+        halos if limit < 0 else np.minimum(halos, limit)
+        for limit in _request.check_window(function, window, problem.causal)
+    ]
+    on_the_left = np.where(_hidden(slopes, problem), 0, seen[0])
+    on_the_right = np.where(problem.causal | _hidden(right_slopes, problem), 0, seen[1])
     own = jnp.concatenate([inputs.k, inputs.v], axis=-1)
     before = _fetch(own, on_the_left, axis_name, num_pieces, LEFT)
     after = _fetch(own, on_the_right, axis_name, num_pieces, RIGHT)
@@ -146,12 +154,14 @@ def attention(
     problem = replace(
         problem, S=keys.shape[1], key_range=True, query_start=True, tolerance=tolerance
     )
+    query_start = jnp.full(B, start, jnp.int32)
     inputs = replace(
         inputs,
         k=keys,
         v=values,
         key_range=jnp.broadcast_to(key_range, (B, G, 2)),
-        query_start=jnp.full(B, start, jnp.int32),
+        query_start=query_start,
+        query_range=_request.ranges_of_queries(None, window, problem, query_start, jnp, count),
         tolerance=tolerance,
     )
     out, lse = run(function, inputs, problem, implementation)
@@ -180,7 +190,7 @@ def needed_halo(
     measure again now and then. Costs a forward pass over the own piece. Not differentiable.
 
     Args:
-        q, k, slopes, axis_name, causal, right_slopes, scale: As for `attention`.
+        q, k, slopes, axis_name, causal, right_slopes, scale, window: As for `attention`.
         tolerance: As for `attention`; 0 needs all keys.
 
     Returns:
@@ -221,8 +231,10 @@ def needed_halo(
     share = problem.tolerance / (2 if inputs.right is None else 4)
     above = most - lse - (math.log(share) if share else -math.inf)
 
-    def needed(slope: Array, nearest: Array, num_keys: Array) -> Array:
-        """[G]; nearest [T, 1, 1]: how far the first of num_keys keys beyond lies from a row."""
+    def needed(slope: Array, nearest: Array, num_keys: Array, limit: int) -> Array:
+        """[G]; nearest [T, 1, 1]: how far the first of num_keys keys beyond lies from a row, which
+        sees as far as the limit of a window, if there is one.
+        """
         slope = slope.reshape(B, 1, G, H // G)
         count = jnp.log(jnp.maximum(num_keys, 1).astype(wide))
         count = jnp.minimum(count, -jnp.log(-jnp.expm1(-slope)))
@@ -230,12 +242,15 @@ def needed_halo(
         keys = jnp.ceil(distance) - nearest
         few = (keys < num_keys) & (slope > 0)  # False for NaN
         keys = jnp.where(few, jnp.where(few, keys, 0).astype(jnp.int32), num_keys)
+        if limit >= 0:
+            keys = jnp.minimum(keys, min(limit, _request.LARGEST_WINDOW) + 1 - nearest)
         return jnp.where(jnp.isinf(slope), 0, jnp.maximum(keys, 0)).max((0, 1, 3))
 
+    left, right = _request.check_window(function, options.get("window"), problem.causal)
     index, row = lax.axis_index(axis_name), jnp.arange(T)[:, None, None]
-    halo = needed(inputs.left, row + 1, index * T)
+    halo = needed(inputs.left, row + 1, index * T, left)
     if inputs.right is not None:
-        on_the_right = needed(inputs.right, T - row, (num_pieces - 1 - index) * T)
+        on_the_right = needed(inputs.right, T - row, (num_pieces - 1 - index) * T, right)
         halo = jnp.maximum(halo, on_the_right)
     return lax.pmax(halo, axis_name).astype(jnp.int32)
 
@@ -324,7 +339,8 @@ def _hidden(slopes: Slopes | None, problem: Problem) -> np.ndarray[Any, Any]:
 
 def _refuse_unknown(function: str, options: Mapping[str, object]) -> None:
     unknown = [name for name in options if name not in Weighing.__annotations__]
-    whole = {"key_range", "query_start", "key_bound", "dropout", "dropout_key", "dropout_p"}
+    whole = {"key_range", "query_start", "query_range", "key_bound"}
+    whole |= {"dropout", "dropout_key", "dropout_p"}
     for name in unknown:
         if name in whole or name.endswith("mask"):
             raise TypeError(

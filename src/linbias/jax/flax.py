@@ -29,6 +29,7 @@ def attention_fn(
     right_slopes: Slopes | None = None,
     schedule: str = "paper",
     max_bias: float = 8.0,
+    window: tuple[int, int] | None = None,
     tolerance: float | None = None,
     implementation: str = "auto",
     **unknown: Never,
@@ -59,6 +60,8 @@ def attention_fn(
         slopes: [H] or [B, H], at least 0 or inf: instead of the variant's, learned ones say.
         right_slopes: Likewise; only for a variant that is not causal.
         schedule, max_bias: As for `linbias.slopes`.
+        window: (left, right), as for `linbias.jax.attention`: how many keys before and after its
+            own a query sees, beside what the variant and the mask hide.
         tolerance, implementation: As for `linbias.jax.attention`.
 
     Returns:
@@ -88,6 +91,7 @@ def attention_fn(
         raise ValueError(
             f"attention_fn: right_slopes contradicts variant {variant!r}, which hides that side"
         )
+    limits = _request.check_window("attention_fn", window, causal)
 
     def attend(
         query: Array,
@@ -130,7 +134,8 @@ def attention_fn(
             dropout=dropout,
             dropout_key=dropout_rng,
             tolerance=tolerance,
-            **_read_mask(mask, batch, q, k, variant),
+            window=window,
+            **_read_mask(mask, batch, q, k, variant, limits),
         )
         out, _ = run("attention_fn", inputs, problem, implementation)
         return out.reshape(*batch, *out.shape[1:])
@@ -189,7 +194,12 @@ def _flatten(name: str, x: Array, batch: tuple[int, ...], dtype: Any) -> Array:
 
 
 def _read_mask(
-    mask: Any, batch: tuple[int, ...], q: Array, k: Array, variant: str
+    mask: Any,
+    batch: tuple[int, ...],
+    q: Array,
+    k: Array,
+    variant: str,
+    window: tuple[int, int],
 ) -> dict[str, Any]:
     """Turn Flax's mask into a key range, a start and, where these do not say it all, a mask."""
     (B, T, H, _), S = q.shape, k.shape[1]
@@ -215,9 +225,12 @@ def _read_mask(
             distance >= 0 if is_causal_variant(variant) else np.full_like(distance, True, bool)
         )
         _refuse_contradictions(mask, visible, distance, variant)
+        for limit, away in zip(window, (distance, -distance), strict=True):
+            if limit >= 0:
+                visible = visible & (away <= limit)
         inside = (keys >= first[:, None]) & (keys < end[:, None])
         if ((mask & visible) == (inside[:, None, None] & visible)).all():
-            # The mask shows what the variant shows anyway.
+            # The mask shows what the variant and the window show anyway.
             return {} if inside.all() and (start == S - T).all() else options
     return {**options, "mask": mask}
 

@@ -31,6 +31,8 @@ class Weighing(Sides, total=False):
     mask: ArrayLike | None
     positions: ArrayLike | None
     query_positions: ArrayLike | None
+    window: tuple[int, int] | None
+    query_range: ArrayLike | None
 
 
 class Options(Weighing, total=False):
@@ -97,7 +99,7 @@ def attention(
         slopes, causal, right_slopes, scale: As for `linbias.attention`. Values, here and below,
             are checked where they are known and on the CPU.
         key_range: [B, 2] or [B, G, 2], integers, as for `linbias.attention`. Traced values are
-            moved to the nearest that is allowed, here and in query_start.
+            moved to the nearest that is allowed, here and in query_start and query_range.
         query_start: [B], integers, as for `linbias.attention`.
         mask: Broadcasts to [B, H, T, S]. Bool: True takes part. Floating point: added to the
             scores, as the `bias` of `jax.nn.dot_product_attention`. Keys that it hides must still
@@ -109,6 +111,12 @@ def attention(
             float32 or int32 unless jax_enable_x64: int32 is exact, float32 counts in steps of 64
             at 1e9, so that time stamps must first be counted from one of their own.
         query_positions: [T], [B, T] or [B, H, T], likewise: where queries stand.
+        window: (left, right), integers: a query at p sees only the keys p - left .. p + right, -1
+            for no limit on that side. Counted in keys, also where these have positions.
+        query_range: [T, 2] or [B, T, 2], int32 or int64: first and one past last key that each
+            query sees, beside what else hides keys; 0 <= first <= end <= S. Chunks with context,
+            documents, and with causal=False a prefix that sees itself both ways, without a mask
+            [T, S]. Keys that a range hides must still be finite.
         key_bound, dropout, tolerance: As for `linbias.torch.attention`.
         dropout_key: A key of `jax.random` to draw the dropout mask from, the same for all
             implementations; needed if dropout is not 0.
@@ -151,7 +159,7 @@ def attention_weights(
 
     Args:
         q, k, slopes, causal, right_slopes, scale, key_range, query_start, mask, positions,
-            query_positions: As for `attention`.
+            query_positions, window, query_range: As for `attention`.
 
     Returns:
         [B, H, T, S], float32 (float64 for float64 inputs). A query that sees no key has zeros.

@@ -139,6 +139,7 @@ def _cotangents(inputs: Inputs, gradients: Gradients) -> Inputs:
         query_start=None,
         key_bound=None,
         mask=None,
+        query_range=None,
         seed=None,
         positions=_of_parts(inputs.positions, gradients.dpositions),
         query_positions=_of_parts(inputs.query_positions, gradients.dquery_positions),

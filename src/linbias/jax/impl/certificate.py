@@ -93,6 +93,10 @@ class Certificate:
         small = (tail <= self.log_share + lse) & (slope > 0)
         # Nothing is there, nothing is seen there, or the row is padding.
         nothing = (count <= 0)[..., None] | jnp.isinf(slope) | (tiles.row_numbers() < 0)
+        if head.row_range is not None:
+            first, end = head.row_range
+            beyond = first > nearest[..., None] if to_left else end <= nearest[..., None]
+            nothing = nothing | beyond | (first >= end)
         return (small | nothing).all()
 
 

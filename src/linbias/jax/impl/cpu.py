@@ -17,7 +17,11 @@ from linbias.jax.operator import Gradients, Inputs
 from linbias.kernels import core
 
 NAME = core.NAME
-ABILITIES = replace(core.ABILITIES, how="near to far in compiled code, called by XLA")
+ABILITIES = replace(
+    core.ABILITIES,
+    how="near to far in compiled code, called by XLA",
+    has=(*core.ABILITIES.has, "query_range"),
+)
 
 WHY_MISSING: str | None = None
 try:
@@ -92,6 +96,7 @@ def _operands(inputs: Inputs) -> tuple[Array, ...]:
         (inputs.key_bound, jnp.zeros((B, G), left.dtype)),
         (inputs.positions, nowhere),
         (inputs.query_positions, nowhere),
+        (inputs.query_range, jnp.zeros((B, 1, 2), jnp.int32)),
         (inputs.seed, jnp.uint32(0)),
     )
     given = (instead if x is None else x for x, instead in optional)
@@ -111,6 +116,7 @@ def _call_core(
         started=inputs.query_start is not None,
         bounded=inputs.key_bound is not None and name == "forward",
         placed=inputs.positions is not None,
+        limited=inputs.query_range is not None,
         precise=inputs.precise,
         num_threads=np.int32(core.num_threads((B, H, G, T, S, D, E), _machine.num_cores())),
         scale=np.float64(inputs.scale),

@@ -112,11 +112,26 @@ class Tiles:
         # Band j holds the keys from stop + (j - num_tiles) * block to stop + j * block - 1.
         lowest = (first - self.stop) // self.block + 1
         highest = (end - 1 - self.stop) // self.block + self.num_tiles
+        return self._side(direction, lowest, highest, first < end)
+
+    def side_of_rows(self, direction: int, first: Array, end: Array) -> Side:
+        """As `side`, where each row has keys of its own: first and end [B, tiles, rows]."""
+        own_block = self.first_keys(jnp.zeros_like(self.stop))[..., None]  # in band 0
+        lowest, highest = (first - own_block) // self.block, (end - 1 - own_block) // self.block
+        farthest, sees = jnp.iinfo(lowest.dtype).max // 2, first < end
+        lowest = jnp.where(sees, lowest, farthest).min((1, 2))
+        highest = jnp.where(sees, highest, -farthest).max((1, 2))
+        any_keys = sees.any((1, 2))
+        lowest, highest = (jnp.where(any_keys, band, 0) for band in (lowest, highest))
+        return self._side(direction, lowest, highest, any_keys)
+
+    def _side(self, direction: int, lowest: Array, highest: Array, any_keys: Array) -> Side:
+        """What of the bands lowest .. highest lies on one side, each [B or 1]."""
         if direction == LEFT:
             highest = jnp.minimum(highest, 0)
         else:
             lowest = jnp.maximum(lowest, 1)
-        num_steps = jnp.where(first < end, highest - lowest + 1, 0)
+        num_steps = jnp.where(any_keys, highest - lowest + 1, 0)
         nearest = highest if direction == LEFT else lowest
         return Side(direction, nearest, jnp.maximum(num_steps, 0).max())
 
@@ -180,6 +195,7 @@ class Head:
     left: Array  # [B, 1, 1, 1]
     right: Array | None
     key_range: tuple[Array, Array]  # [B or 1]: first, end
+    row_range: tuple[Array, Array] | None  # [B, tiles, rows]: of each row, within key_range
     seen: Array  # [B, padded keys], bool
     mask: Array | None  # [B or 1, tiles, rows, padded keys], bool
     # Queries [B, tiles, rows, parts], keys [B, padded keys, parts]; None: key s stands at s.
@@ -197,6 +213,11 @@ class Head:
         first, end = limits[:, 0], limits[:, 1]
         seen = tiles.inside(first, end)
         seen = jnp.broadcast_to(seen, (B, seen.shape[1]))
+        row_range = None
+        if inputs.query_range is not None:
+            own = tiles.tile(inputs.query_range)
+            least, most = (x[:, None, None] for x in (first, end))
+            row_range = jnp.maximum(own[..., 0], least), jnp.minimum(own[..., 1], most)
         mask = inputs.mask
         if mask is not None:
             mask = tiles.pad_keys(mask[:, jnp.minimum(h, mask.shape[1] - 1)], axis=-1)
@@ -220,6 +241,7 @@ class Head:
             left=inputs.left[of_head],
             right=None if right is None else right[of_head],
             key_range=(first, end),
+            row_range=row_range,
             seen=seen,
             mask=mask,
             stands=stands,
@@ -229,6 +251,8 @@ class Head:
         )
 
     def side(self, direction: int) -> Side:
+        if self.row_range is not None:
+            return self.tiles.side_of_rows(direction, *self.row_range)
         return self.tiles.side(direction, *self.key_range)
 
     def distance(self, band: Array) -> tuple[Array, Array]:
@@ -256,6 +280,10 @@ class Head:
         hidden = ~self.tiles.blocks(self.seen, band)[:, :, None]
         if self.mask is not None:
             hidden = hidden | ~self.tiles.columns(self.mask, band)
+        if self.row_range is not None:
+            keys = self.tiles.first_keys(band)[..., None, None] + jnp.arange(self.tiles.block)
+            first, end = (x[..., None] for x in self.row_range)
+            hidden = hidden | (keys < first) | (keys >= end)
         # A query always sees the key at its own position.
         for slope, beyond in ((self.left, order > 0), (self.right, order < 0)):
             hidden = hidden | (beyond if slope is None else beyond & jnp.isinf(slope))
