@@ -20,7 +20,6 @@ NAME = core.NAME
 ABILITIES = replace(
     core.ABILITIES,
     how="near to far in compiled code, called by XLA",
-    has=(*core.ABILITIES.has, "query_range"),
 )
 
 WHY_MISSING: str | None = None
