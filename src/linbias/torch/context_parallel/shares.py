@@ -88,7 +88,10 @@ class Share:
         as_tensors(_NAME, placed, q.device)
         inputs, self.problem = prepare(
             _NAME,
-            *(q, k, v, self.given_slopes[0]),
+            q,
+            k,
+            v,
+            self.given_slopes[0],
             right_slopes=self.given_slopes[1],
             **placed,
             **options,
