@@ -16,11 +16,12 @@ PACKAGE = Path(linbias.__file__).parent
 
 # What the modules of a layer may import of ours: itself and these.
 ANYONE = {"schedules", "methods", "_machine", "_extras"}
-CORE = {"_request", "_dispatch"}
+CORE = {"_request", "_stamps", "_dispatch"}
 LAYERS = {
     **{module: set() for module in ANYONE},
     "_request": set(),
-    "_arrays": {"_request"} | ANYONE,
+    "_stamps": {"_request"},
+    "_arrays": {"_request", "_stamps"} | ANYONE,
     "_dispatch": {"_request"},
     "definition": {"_arrays", "_request"},
     "_matrix": {"definition", "methods", "schedules"},

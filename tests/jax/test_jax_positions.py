@@ -327,3 +327,18 @@ def test_attention_says_what_is_wrong_with_positions(arguments, kind, words):
     q, k, v = random(1, 4, 2, 4)
     with pytest.raises(kind, match=f"attention: {words}"):
         attention(q, k, v, **arguments)
+
+
+@pytest.mark.parametrize("x64", (False, True))
+def test_time_stamps_of_numpy_lose_nothing(x64):
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 2, 11, 4, 5)).astype(np.float32)
+    times = 1_700_000_000_000_000_000 + np.cumsum(rng.integers(1, 5 * 10**9, (2, 11)), 1)
+    slopes = np.array([0.5, 0.1, 2.0, 0.0])
+    seconds = (times - times[:, :1]) / 1e9
+    exact = linbias.attention(*(x.swapaxes(1, 2) for x in (q, k, v)), slopes, positions=seconds)
+    with jax.enable_x64(x64):
+        for x, unit in ((times, 1e-9), (times.astype("datetime64[ns]"), 1.0)):
+            for options in ({"positions": x}, {"positions": x, "query_positions": x}):
+                out = linbias.jax.attention(q, k, v, slopes * unit, **options)
+                np.testing.assert_allclose(out.swapaxes(1, 2), exact, atol=1e-6)

@@ -61,6 +61,8 @@ def attend(
         if arrays.get(name) is not None
     }
     options = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    if (places := options.get("positions")) is not None and places.is_floating_point():
+        leaves["positions"] = places.requires_grad_(backward)
     sides = {"slopes": leaves.get("left"), "right_slopes": leaves.get("right")}
     draw = (lambda device: torch.tensor(seed + dist.get_rank())) if seed is not None else None
     with Sent() as sent, mock.patch("linbias.torch.call.draw_seed", draw):

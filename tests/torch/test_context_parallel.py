@@ -50,6 +50,55 @@ def join(found: list[Any], name: str, kind: int = 0) -> np.ndarray[Any, Any]:
     return np.concatenate([part[kind][name] for part in found], 2)
 
 
+PLACED = ("causal", "sides", "heads", "ranges", "integers", "given")
+
+
+@pytest.mark.parametrize("how", ("even", "uneven"))
+@pytest.mark.parametrize("name", PLACED)
+def test_positions_are_those_of_the_whole_sequence(four: Ranks, name: str, how: str) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"q": 4, "k": 2, "v": 2, "dout": 4}
+    arrays = {x: rng.normal(size=(2, heads, 403, 8)) for x, heads in shapes.items()}
+    arrays |= {"dlse": rng.normal(size=(2, 4, 403)), "left": np.array([0.5, 2.0, 0.3, 4.0])}
+    x = np.cumsum(rng.random((2, 4, 403) if name == "heads" else (2, 403)) ** 2 * 4, -1)
+    options: dict[str, Any] = {"causal": name in ("causal", "given")}
+    if not options["causal"]:
+        arrays["right"] = np.array([0.3, 1.0, np.inf, 0.7])
+    if name == "ranges":
+        options["key_range"] = np.array([[13, 403], [0, 350]])
+    if name == "integers":
+        x = (x * 1e6).astype(np.int64) + 17 * 10**17
+        arrays |= {side: arrays[side] * 1e-6 for side in ("left", "right")}
+    given = {"halo": 200, "lengths": [len(range(403)[y]) for y in cut(403, 4, how)]}
+    calls = [
+        (
+            part,
+            "float64",
+            {**options, "positions": x[..., rows], **(given if name == "given" else {})},
+        )
+        for part, rows in zip(pieces_of(arrays, 403, how), cut(403, 4, how), strict=True)
+    ]
+    found = four.run("pieces:attend", calls)
+    out, lse = join(found, "out"), join(found, "lse")
+    q, k, v, dout, dlse, left, right = (
+        arrays.get(n) for n in (*"qkv", "dout", "dlse", "left", "right")
+    )
+    whole = {**options, "positions": x, "right_slopes": right}
+    if name == "ranges":
+        whole["query_start"] = np.zeros(2, int)
+    truth = linbias.attention(q, k, v, left, return_lse=True, **whole)
+    np.testing.assert_allclose(out, truth[0], atol=1e-13)
+    np.testing.assert_allclose(lse, truth[1], atol=1e-13)
+    gradients = linbias.attention_backward(dout, q, k, v, left, dlse=dlse, **whole)
+    for n in "qkv":
+        np.testing.assert_allclose(join(found, n, 1), getattr(gradients, f"d{n}"), atol=1e-11)
+    if name != "integers":
+        dx = np.concatenate([part[1]["positions"] for part in found], -1)
+        np.testing.assert_allclose(dx, gradients.dpositions, atol=1e-11)
+    if name == "causal":  # all keys and values of the 6 pairs of pieces would be more
+        assert sum(part[2][0] for part in found) < 6 * 100 * 2 * 2 * (8 + 8) * 8
+
+
 class Pieces:
     """`context_parallel.attention` on four processes, as the contract asks for it."""
 
@@ -212,6 +261,11 @@ REFUSED = [
     ({"key_range": np.array([[0, 99]])}, "key_range must be 0 <= first <= end <= S = 40, got"),
     ({"key_range": np.array([0, 9])}, r"must have shape \[B, 2\] = \[1, 2\], got \[2\]"),
     ({"mask": np.ones((10, 10), bool)}, "unknown|mask"),
+    ({"positions": -np.arange(10.0)}, "positions must not fall, got -1.0 after -0.0"),
+    (
+        {"positions": np.arange(10.0)},
+        "positions must not fall from piece to piece, but token 10",
+    ),
 ]
 
 
@@ -293,8 +347,8 @@ UNREADABLE = [
     ("read", of_position("rotary"), "is read by linbias.torch.attention alone"),
     ("read", of_position("sinusoidal"), "is read by linbias.torch.attention alone"),
     ("read", of_position("none"), "is read by linbias.torch.attention alone"),
-    ("read", of_position("forget"), "positions are not built yet for a sequence in pieces"),
-    ("read", of_position("cable"), "positions are not built yet for a sequence in pieces"),
+    ("read", of_position("forget"), "positions of a model, .* not built yet for a sequence in"),
+    ("read", of_position("cable"), "positions of a model, .* not built yet for a sequence in"),
 ]
 
 

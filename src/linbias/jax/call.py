@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from linbias import _dispatch, _request
+from linbias import _dispatch, _request, _stamps
 from linbias._request import Described, Problem, Request
 from linbias.jax import standing
 from linbias.jax.dropout import draw_seed
@@ -44,6 +44,10 @@ def prepare(
 
     sequence_axes: mesh axes of a shard_map over which the length is split, and the heads are not.
     """
+    x, xq = options.get("positions"), options.get("query_positions")
+    if isinstance(x, np.ndarray) and (xq is None or isinstance(xq, np.ndarray)):
+        x, xq = _stamps.as_numbers(function, x, xq)
+        options.update(positions=x, query_positions=xq)
     of_call = [_describe(function, name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
     # Where one lies in parts on several devices, so does the call; the rest is JAX's to check.
     device = max((x.device for x in of_call), key=lambda name: " " in name)

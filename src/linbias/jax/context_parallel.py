@@ -338,6 +338,12 @@ def _hidden(slopes: Slopes | None, problem: Problem) -> np.ndarray[Any, Any]:
 
 
 def _refuse_unknown(function: str, options: Mapping[str, object]) -> None:
+    for name in ("positions", "query_positions"):
+        if name in options:
+            raise NotImplementedError(
+                f"{function}: {name} are not built yet for a sequence in pieces;"
+                " linbias.torch.context_parallel has positions"
+            )
     unknown = [name for name in options if name not in Weighing.__annotations__]
     whole = {"key_range", "query_start", "query_range", "key_bound"}
     whole |= {"dropout", "dropout_key", "dropout_p"}

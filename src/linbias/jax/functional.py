@@ -105,12 +105,13 @@ def attention(
             scores, as the `bias` of `jax.nn.dot_product_attention`. Keys that it hides must still
             be finite, unless it hides them from every query. `blocked` takes bool; `dense` takes
             both, and is differentiable in the numbers.
-        positions: [S], [B, S] or [B, H, S], where B may be 1, as for `linbias.attention`: where
-            keys stand instead of at s. NumPy arrays lose nothing: they are counted from the
-            largest in float64 first, also inside jit, where they are constants. JAX arrays are
-            float32 or int32 unless jax_enable_x64: int32 is exact, float32 counts in steps of 64
-            at 1e9, so that time stamps must first be counted from one of their own.
-        query_positions: [T], [B, T] or [B, H, T], likewise: where queries stand.
+        positions: [S], [B, S] or [B, H, S], where B may be 1, as for `linbias.attention`, but
+            always sorted: where keys stand instead of at s. NumPy arrays lose nothing: they are
+            counted from the largest first, also inside jit, where they are constants. JAX arrays
+            are float32 or int32 unless jax_enable_x64: int32 is exact, float32 counts in steps of
+            64 at 1e9, so that time stamps must first be counted from one of their own.
+        query_positions: [T], [B, T] or [B, H, T], likewise: where queries stand, each between
+            those of the keys before and after it.
         window: (left, right), integers: a query at p sees only the keys p - left .. p + right, -1
             for no limit on that side. Counted in keys, also where these have positions.
         query_range: [T, 2] or [B, T, 2], int32 or int64: first and one past last key that each

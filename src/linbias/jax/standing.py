@@ -39,6 +39,7 @@ def in_parts(
         for x in (positions, query_positions)
         if x is not None
     ]
+    given = _from_one(given)
     if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
         parts = [jnp.asarray(x).astype(jnp.float64)[..., None] for x in given]
     else:
@@ -97,6 +98,20 @@ def distance(xq: Array, x: Array) -> Array:
     """[..., rows, parts], [..., keys, parts] -> [..., rows, keys]: how far each key lies back."""
     apart = (xq[..., :, None, i] - x[..., None, :, i] for i in range(x.shape[-1]))
     return functools.reduce(jnp.add, apart)
+
+
+def _from_one(given: list[ArrayLike]) -> list[ArrayLike]:
+    """Integers of 64 bits less the largest of their row, which floats so far from 0 lose."""
+    x = given[0]
+    if x.dtype.kind not in "iu" or x.dtype.itemsize < 8 or not x.shape[-1]:
+        return given
+    base = x.max(-1, keepdims=True)
+    return [
+        y.astype(np.int64) - base.astype(np.int64)
+        if y.dtype.kind in "iu"
+        else y.astype(np.float64) - base.astype(np.float64)
+        for y in given
+    ]
 
 
 def _from_the_largest(given: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:

@@ -138,7 +138,7 @@ def _sorted(inputs: Inputs, clock: _Clock) -> Inputs:
         k=inputs.k[rows, kv_heads][:, :, keys],
         v=inputs.v[rows, kv_heads][:, :, keys],
         left=_of_slopes(inputs.left, clock),
-        right=_of_slopes(inputs.right, clock),
+        right=None if inputs.right is None else _of_slopes(inputs.right, clock),
         key_range=None,
         query_start=None,
         key_bound=None if bound is None else bound[rows, kv_heads],
@@ -155,10 +155,8 @@ def _cut(x: Tensor, axis: int, part: slice) -> Tensor:
     return x[part] if axis == 0 else x[:, part]
 
 
-def _of_slopes(slopes: Tensor | None, clock: _Clock) -> Tensor | None:
-    if slopes is None or slopes.dim() == 1:
-        return None if slopes is None else slopes[clock.heads]
-    return slopes[clock.rows, clock.heads]
+def _of_slopes(slopes: Tensor, clock: _Clock) -> Tensor:
+    return slopes[clock.heads] if slopes.dim() == 1 else slopes[clock.rows, clock.heads]
 
 
 def _runs(places: Indices) -> Iterator[slice]:

@@ -99,7 +99,8 @@ def attention(
     With positions, key s stands at x[s] and query t at xq[t] = x[p]: the distances p - s and s - p
     become xq[t] - x[s] and x[s] - xq[t], for time stamps, or the sums of -log of forget gates
     (slopes 1). Which side a key is on, and what is hidden, goes by order alone, also among keys at
-    one place.
+    one place. If causal=False without query_start, order is that of the positions: keys come in
+    any order, and a query of its own position stands at the last key that is not beyond it.
 
     Args:
         q: [B, H, T, D], float16, bfloat16, float32 or float64, any strides.
@@ -122,12 +123,15 @@ def attention(
         mask: Broadcasts to [B, H, T, S]. Bool: True takes part; keys that it hides must still be
             finite. Floating point, below inf: added to the scores, -inf hides; differentiable.
             Only `sdpa` and `dense` take one, and read all keys.
-        positions: [S] for all batch rows, [B, S] or [B, H, S], where B may be 1: float32, float64
-            or integers within 2^53 of 0, never falling within the range of keys: where keys stand;
+        positions: [S] for all batch rows, [B, S] or [B, H, S], where B may be 1: where keys stand.
+            A tensor, or what NumPy makes an array of: float32 or float64 within 2^53 of 0,
+            integers within 2^53 of each other, or datetime64 and timedelta64, which count in
+            seconds. Never falling within the range of keys, unless order is that of the positions;
             outside the range they may be anything. Differences are formed in float64. None: key s
-            at s. Values are checked on the CPU and in eager mode.
-        query_positions: [T], [B, T] or [B, H, T], likewise, each between those of the keys before
-            and after it: where queries stand. None: at key p, 0 <= p < S, or the nearest to it
+            at s. Values are checked on the CPU and in eager mode; elsewhere keys must be sorted.
+        query_positions: [T], [B, T] or [B, H, T], likewise: where queries stand; each between
+            those of the keys before and after it, unless order is that of the positions, which
+            `torch.compile` and `vmap` cannot see. None: at key p, 0 <= p < S, or the nearest to it
             within the range.
         window: (left, right), integers: a query at p sees only the keys p - left .. p + right, -1
             for no limit on that side. Counted in keys, also where these have positions.

@@ -38,8 +38,8 @@ def stand(
     positions, query_positions = request.positions, request.query_positions
     assert positions is not None
     T, S = problem.T, problem.S
-    x = _of_rows(positions, problem.B)
-    xq = None if query_positions is None else _of_rows(query_positions, problem.B)
+    x = of_rows(positions, problem.B)
+    xq = None if query_positions is None else of_rows(query_positions, problem.B)
     start = S - T if query_start is None else query_start[:, None, None]
     place = torch.arange(T, device=x.device) + start
     key_range, end = request.key_range, None
@@ -71,7 +71,7 @@ def _from_a_key(x: Tensor, xq: Tensor | None, end: Tensor | None) -> tuple[Tenso
     return x - base, xq
 
 
-def _of_rows(x: Tensor, B: int) -> Tensor:
+def of_rows(x: Tensor, B: int) -> Tensor:
     """[n], [1 or B, n] or [1 or B, H, n] -> [B, 1 or H, n]."""
     if x.dim() < 3:
         x = x[None, None] if x.dim() == 1 else x[:, None]

@@ -17,6 +17,7 @@ from linbias.torch.call import Slopes
 from linbias.torch.context_parallel.halo import Group, rank_and_size
 from linbias.torch.context_parallel.shares import OUT_OF_ORDER, Share
 from linbias.torch.share import put_in_place
+from linbias.torch.standing import Positions
 
 _NAME = "context_parallel.attention"
 
@@ -34,6 +35,7 @@ class Options(Packed, total=False):
     """The keywords of `linbias.torch.attention` that a sequence in shares has too."""
 
     key_range: Tensor | None
+    positions: Positions | None
     dropout: float
 
 
@@ -66,6 +68,8 @@ def attention(
         slopes, causal, right_slopes, scale, implementation, return_lse: As for
             `linbias.torch.attention`.
         key_range: [B, 2], likewise, counted in the whole sequence.
+        positions: [n], [B, n] or [B, H, n], likewise: where the share's keys stand, and its
+            queries; they never fall from share to share either. Every process gets those of all.
         dropout: Likewise; its mask is that of one process with the seed of rank 0.
         tolerance: Likewise; half of it for keys that are not fetched, half for those not read.
         group: A process group, or a mesh of one dimension; None is the group of all processes.
@@ -257,8 +261,9 @@ class _InShares:
     ) -> Tensor | tuple[Tensor, Tensor]:
         if positions is not None:
             raise NotImplementedError(
-                "attention: positions are not built yet for a sequence in pieces on several"
-                " processes"
+                "attention: positions of a model, which count from the start of its piece, are"
+                " not built yet for a sequence in pieces; context_parallel.attention takes those"
+                " of the whole sequence"
             )
         self.num_calls += 1
         if mask is not None:

@@ -24,8 +24,10 @@ from linbias.torch.context_parallel.halo import (
     process_group,
     rank_and_size,
 )
+from linbias.torch.context_parallel.places import Gather, keys_within
 from linbias.torch.operators.operator import Inputs
 from linbias.torch.packed.varlen import attention_varlen as _attention_varlen
+from linbias.torch.standing import Positions, as_tensors, of_rows
 
 _NAME = "context_parallel.attention"
 _BLOCK = 64  # queries that are compared with the keys around them for a first idea of their sums
@@ -58,6 +60,8 @@ class Share:
     within = False
     begins: int | None = None  # the number that the first token must have; None for any
     documents: np.ndarray[Any, Any] | None = None  # where they begin and end; None for one
+    own_places: Tensor | None = None  # [B, 1 or H, n], where the own keys stand; None: counted
+    places: Tensor | None = None  # [B, 1 or H, total], of the keys of all shares
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class Share:
         *,
         right_slopes: Slopes | None = None,
         key_range: Tensor | None = None,
+        positions: Positions | None = None,
         **options: Any,
     ) -> None:
         self.group = group
@@ -79,10 +84,24 @@ class Share:
             None if x is None else as_slopes(_NAME, name, x, wide, q.device)
             for name, x in (("slopes", slopes), ("right_slopes", right_slopes))
         ]
+        placed: dict[str, Any] = {} if positions is None else {"positions": positions}
+        as_tensors(_NAME, placed, q.device)
         inputs, self.problem = prepare(
-            _NAME, q, k, v, self.given_slopes[0], right_slopes=self.given_slopes[1], **options
+            _NAME,
+            q,
+            k,
+            v,
+            self.given_slopes[0],
+            right_slopes=self.given_slopes[1],
+            **placed,
+            **options,
         )
         p = self.problem
+        if p.any_order:
+            raise ValueError(f"{_NAME}: positions must not fall; sort the whole sequence by them")
+        if positions is not None:
+            x = of_rows(placed["positions"], p.B)
+            self.own_places = x if x.is_floating_point() else x.long()
         if p.T != p.S:
             raise ValueError(f"{_NAME}: q and k must be equally long, got {p.T} and {p.S}")
         if key_range is not None and tuple(key_range.shape) != (p.B, 2):
@@ -118,6 +137,7 @@ class Share:
             "slopes": _checksum(self.slopes[LEFT]),
             "right_slopes": _checksum(self.slopes[RIGHT]),
             "key_range": 0 if self.within else _checksum(self.key_range),
+            "positions": self._kind_of_places(),
             "cu_seqlens": 0 if self.documents is None else zlib.crc32(self.documents.tobytes()),
         }
         seed = 0 if self.seed is None else int(self.seed)
@@ -154,9 +174,32 @@ class Share:
                     " tokens"
                 )
         radii, centers, ranges = rows[:, len(own) : len(told)].split([p.G, p.G * p.D, 2 * p.B], 1)
+        self.gather_places(lengths)
         if self.within:
             self._join_ranges(ranges.long().cpu().unflatten(1, (p.B, 2)), lengths, offsets)
         return Table(lengths, int(of_ranks[0][1]), centers.unflatten(1, (p.G, p.D)), radii)
+
+    def _kind_of_places(self) -> int:
+        """A number for the type of positions, and whether heads have their own; -1 for none."""
+        x = self.own_places
+        if x is None:
+            return -1
+        kind = _request.POSITION_TYPES.index(str(x.dtype).removeprefix("torch."))
+        return 2 * kind + (x.shape[1] > 1)
+
+    def gather_places(self, lengths: list[int]) -> None:
+        """Where the keys of all shares stand, if they have positions."""
+        if self.own_places is None or self.places is not None or not sum(lengths):
+            return
+        with torch.enable_grad():  # `meet` counts without
+            self.places = Gather.apply(self.own_places, lengths, self.rank, self.group)
+        x = self.places.detach()
+        falls = (~(x[..., 1:] >= x[..., :-1])).any(0).any(0).nonzero().flatten().tolist()
+        if falls:
+            raise ValueError(
+                f"{_NAME}: positions must not fall from piece to piece, but token {falls[0] + 1}"
+                " of the whole sequence stands before its neighbour"
+            )
 
     def _join_ranges(self, ranges: Tensor, lengths: list[int], offsets: list[int]) -> None:
         """Make a key range of the whole sequence of those of the shares [ranks, B, 2]."""
@@ -271,7 +314,14 @@ class Share:
 
         def beyond(lse: Tensor) -> Tensor:
             """[B, H, n]: the key at a distance of this and more may go."""
-            keys = ((best + count - lse.double() - self.log_share) / m).ceil() - 1 - between
+            weighs = best - lse.double() - self.log_share
+            if self.places is None:
+                keys = ((weighs + count) / m).ceil() - 1 - between
+            else:
+                distance = (weighs + limit.log()) / m * (1 + 1e-9)
+                distance = torch.where(distance.isnan() | (m == 0), math.inf, distance)
+                share = slice(self.offset, self.offset + p.T)
+                keys = keys_within(self.places.detach(), share, side, rows, distance)
             # What cannot be bounded is fetched; a hidden side needs nothing.
             keys = torch.where(keys.isnan() | (m == 0), math.inf, keys).clamp(min=0)
             return torch.where(m.isinf(), 0.0, torch.minimum(keys, limit))
@@ -284,7 +334,8 @@ class Share:
                 first, last = int(asking[0]), int(asking[-1]) + 1
                 lse = torch.full_like(keys, -math.inf)
                 around = slice(rows.start + first, rows.start + last)
-                lse[:, :, first:last] = self._sums_around(around)
+                sums = self._sums_around if self.places is None else self._own_sums
+                lse[:, :, first:last] = sums(around)
                 keys = torch.minimum(keys, beyond(lse))
         else:
             keys = beyond(lse[:, :, rows])
@@ -336,6 +387,22 @@ class Share:
         _, lse = run(*prepared, "auto", True)
         return lse.unflatten(0, (p.B, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :n].double()
 
+    def _own_sums(self, rows: slice) -> Tensor:
+        """[B, H, rows]: at most lse, from the own keys, where these have positions."""
+        return self._sums_of_share[:, :, rows]
+
+    @cached_property
+    def _sums_of_share(self) -> Tensor:
+        p = self.problem
+        ranges = torch.tensor([[0, p.T]] * p.B)
+        if self.key_range is not None:
+            ranges = (self.key_range - self.offset).clamp(0, p.T)
+        starts = torch.zeros(p.B, dtype=torch.int64, device=self.q.device)
+        arrays = self.q, self.k, self.k[..., :1]
+        own = slice(self.offset, self.offset + p.T)
+        prepared = self._prepare(arrays, self.slopes, ranges, starts, 2.0**-10, own)
+        return run(*prepared, "auto", True)[1].double()
+
     # What is computed
 
     def given(self, halo: int | Sequence[int], lengths: Sequence[int] | None) -> Plan:
@@ -358,6 +425,7 @@ class Share:
                 f" {p.T} on rank {self.rank}, got {lengths}"
             )
         self.offset = sum(lengths[: self.rank])
+        self.gather_places(lengths)
         before = [sum(lengths[:rank]) for rank in range(self.size)]
         after = [sum(lengths[rank + 1 :]) for rank in range(self.size)]
         counts = [
@@ -394,7 +462,10 @@ class Share:
             ranges = torch.stack([first, ranges[..., 1].minimum(given[..., 1]).maximum(first)], -1)
             ranges = ranges.clamp(max=k.shape[2])
         starts = torch.full((p.B,), width, device=k.device)
-        inputs, problem = self._prepare((self.q, k, v), slopes, ranges, starts, p.tolerance / 2)
+        own = slice(self.offset - width, self.offset - width + k.shape[2])
+        inputs, problem = self._prepare(
+            (self.q, k, v), slopes, ranges, starts, p.tolerance / 2, own
+        )
         if p.dropout:
             # The mask counts queries and keys in the whole sequence.
             seed = torch.tensor([plan.seed, self.offset, self.offset - width], device=k.device)
@@ -410,8 +481,13 @@ class Share:
         ranges: Tensor,
         starts: Tensor,
         tolerance: float,
+        keys: slice | None = None,
     ) -> tuple[Inputs, _request.Problem]:
-        """A call among the own keys, and those that were fetched."""
+        """A call among the own keys, and those that were fetched: `keys` of the whole sequence."""
+        placed = {}
+        if self.places is not None and keys is not None:
+            x = self.places[..., keys]
+            placed["positions"] = x if x.shape[1] == self.problem.H else x[:, 0]
         return prepare(
             _NAME,
             *arrays,
@@ -423,6 +499,7 @@ class Share:
             query_start=starts,
             tolerance=tolerance,
             lse=True,
+            **placed,
         )
 
     def attend_documents(self, plan: Plan, implementation: str) -> tuple[Tensor, Tensor]:
@@ -478,6 +555,9 @@ class Share:
 
 
 def _told(name: str, number: float) -> str:
+    if name == "positions":
+        kind = _request.POSITION_TYPES[int(number) // 2]
+        return "none" if number < 0 else f"{kind} of {'each head' if number % 2 else 'all heads'}"
     if name == "dtype":
         return _request.FLOATS[int(number)]
     is_checksum = name in ("slopes", "right_slopes", "key_range", "cu_seqlens")
