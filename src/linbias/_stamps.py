@@ -14,7 +14,7 @@ _NEVER = np.iinfo(np.int64).min  # how NumPy writes NaT
 def as_numbers(
     function: str, positions: npt.ArrayLike, query_positions: npt.ArrayLike | None
 ) -> tuple[Array, Array | None]:
-    """What is given for keys and for queries as arrays of numbers, time stamps as seconds."""
+    """What is given for keys and for queries as arrays of numbers, time stamps in their own unit."""
     x = as_array(function, "positions", positions)
     xq = None
     if query_positions is not None:
@@ -26,15 +26,17 @@ def as_numbers(
                 f"{function}: positions and query_positions must be of one kind,"
                 f" got {x.dtype} and {xq.dtype}"
             )
-        return _in_seconds(function, x, xq)
+        return _as_ticks(function, x, xq)
     for name, y in (("positions", x), ("query_positions", xq)):
         if y is not None:
             check_position_type(function, name, y.dtype.name)
     return x, xq
 
 
-def _in_seconds(function: str, x: Array, xq: Array | None) -> tuple[Array, Array | None]:
-    """Time stamps as float64 seconds since the earliest key of their row; NaN for NaT."""
+def _as_ticks(function: str, x: Array, xq: Array | None) -> tuple[Array, Array | None]:
+    """Time stamps in the finer of their units, as float64 since the earliest key of their row; NaN
+    for NaT.
+    """
     for name, y in (("positions", x), ("query_positions", xq)):
         unit, _ = np.datetime_data(y.dtype) if y is not None else ("s", 1)
         if unit in ("generic", "Y", "M"):
@@ -43,8 +45,6 @@ def _in_seconds(function: str, x: Array, xq: Array | None) -> tuple[Array, Array
                 f" long, got {y.dtype}"  # type: ignore[union-attr]
             )
     finest = np.result_type(x, x if xq is None else xq)
-    tick = np.ones((), np.int64).view(f"m8{finest.str[3:]}")
-    per_second = np.timedelta64(1, "s") / tick
     given = ("positions", x), ("query_positions", xq)
     ticks = [_ticks(function, name, y, finest) for name, y in given]
     keys = ticks[0]
@@ -52,19 +52,18 @@ def _in_seconds(function: str, x: Array, xq: Array | None) -> tuple[Array, Array
     highest = np.iinfo(np.int64).max
     base = keys.min(-1, keepdims=True, where=keys != _NEVER, initial=highest)
     base = np.where(base == highest, 0, base)
-    seconds: list[Array | None] = []
+    counted: list[Array | None] = []
     for y in ticks:
         if y is None:
-            seconds.append(None)
+            counted.append(None)
             continue
         first = base
         if y.ndim < base.ndim > 2:  # queries of all heads, keys of each
             y = np.expand_dims(y, -2) if y.ndim > 1 else y
         elif y.ndim > base.ndim > 1:
             first = np.expand_dims(base, -2)
-        apart = np.asarray(y - first, np.float64) / per_second
-        seconds.append(np.where(y == _NEVER, np.nan, apart))
-    return seconds[0], seconds[1]  # type: ignore[return-value]
+        counted.append(np.where(y == _NEVER, np.nan, np.asarray(y - first, np.float64)))
+    return counted[0], counted[1]  # type: ignore[return-value]
 
 
 def _ticks(function: str, name: str, y: Array | None, unit: np.dtype[Any]) -> Array | None:

@@ -190,7 +190,7 @@ def attention(
             finite. Floating point, below inf: added to the scores, -inf hides.
         positions: [..., S] or [..., H, S], or [S] for all batch rows: where keys stand. float32
             or float64 within 2^53 of 0, integers within 2^53 of each other, or datetime64 and
-            timedelta64, which count in seconds. Never falling within the range of keys, unless
+            timedelta64, which count in their own unit. Never falling within the range of keys, unless
             order is that of the positions; outside the range they may be anything. None: key s at
             s.
         query_positions: [..., T], [..., H, T] or [T], likewise: where queries stand; each between

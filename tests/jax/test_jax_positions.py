@@ -338,7 +338,7 @@ def test_time_stamps_of_numpy_lose_nothing(x64):
     seconds = (times - times[:, :1]) / 1e9
     exact = linbias.attention(*(x.swapaxes(1, 2) for x in (q, k, v)), slopes, positions=seconds)
     with jax.enable_x64(x64):
-        for x, unit in ((times, 1e-9), (times.astype("datetime64[ns]"), 1.0)):
+        for x, unit in ((times, 1e-9), (times.astype("datetime64[ns]"), 1e-9)):
             for options in ({"positions": x}, {"positions": x, "query_positions": x}):
                 out = linbias.jax.attention(q, k, v, slopes * unit, **options)
                 np.testing.assert_allclose(out.swapaxes(1, 2), exact, atol=1e-6)

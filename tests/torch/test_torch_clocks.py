@@ -159,9 +159,9 @@ FORMS = {
     "big-endian": (NANOSECONDS.astype(">i8"), 1e-9),
     "tensor": (torch.tensor(NANOSECONDS), 1e-9),
     "list": (NANOSECONDS.tolist(), 1e-9),
-    "datetime64": (NANOSECONDS.astype("datetime64[ns]"), 1.0),
-    "timedelta64": (NANOSECONDS.astype("timedelta64[ns]"), 1.0),
-    "hundreds-of-nanoseconds": (NANOSECONDS.astype("timedelta64[100ns]"), 1.0),
+    "datetime64": (NANOSECONDS.astype("datetime64[ns]"), 1e-9),
+    "timedelta64": (NANOSECONDS.astype("timedelta64[ns]"), 1e-9),
+    "hundreds-of-nanoseconds": (NANOSECONDS.astype("timedelta64[100ns]"), 1e-7),
     "seconds": (SECONDS, 1.0),
     "reversed-twice": (SECONDS[:, ::-1].copy()[:, ::-1], 1.0),
 }
@@ -189,7 +189,7 @@ def test_stamps_of_padding_may_be_anything():
     padded[0, :3], times[0, :3] = 0, "NaT"
     options = {"key_range": torch.tensor([[3, 11], [0, 11]])}
     exact = attention(q, k, v, STEEP, positions=SECONDS, **options)
-    for x, unit in ((padded, 1e-9), (times, 1.0)):
+    for x, unit in ((padded, 1e-9), (times, 1e-9)):
         out = attention(q, k, v, STEEP * unit, positions=x, **options)
         torch.testing.assert_close(out, exact)
 

@@ -11,7 +11,7 @@ from linbias import _stamps
 from linbias._request import Problem, Request
 from linbias.torch.operators.operator import Inputs
 
-# As a caller has them: numbers, or NumPy's datetime64 and timedelta64, which become seconds.
+# As a caller has them: numbers, or NumPy's datetime64 and timedelta64, which count in their own unit.
 Positions = Tensor | npt.ArrayLike
 
 
