@@ -28,6 +28,12 @@ from linbias.kernels.triton.decode import decode
 from linbias.kernels.triton.forward import forward
 from linbias.kernels.triton.launch import Call
 
+FEATURES = {
+    "plain": {"full": False},
+    "ranges": {"full": False, "ranged": True},
+    "all features": {"full": True, "ranged": True},
+    "positions, too": {"full": True, "ranged": True, "placed": True},
+}
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
 
 
@@ -109,8 +115,11 @@ def launch_everything(
     H: int = 4,
     G: int = 2,
     placed: bool = False,
+    ranged: bool = False,
 ) -> None:
-    """Forward, backward and decode, with every feature or none; placed: at positions."""
+    """Forward, backward and decode, with every feature or none; placed: at positions; ranged: with
+    a range of keys for each query.
+    """
     B, T, S = 1, 1024, 4096
     q, k, v, dout = (
         torch.zeros(B, n, m, D, dtype=dtype) for n, m in ((H, T), (G, S), (G, S), (H, T))
@@ -126,6 +135,7 @@ def launch_everything(
         right=torch.ones(B, H) if full else None,
         key_range=torch.tensor([[0, S]] * B)[:, None].expand(B, G, 2) if full else None,
         query_start=torch.tensor([S - T] * B) if full else None,
+        query_range=torch.tensor([0, S]).expand(B, T, 2) if ranged else None,
         key_bound=None,
         seed=torch.zeros((), dtype=torch.int64) if full else None,
         positions=torch.zeros(B, H, S, dtype=torch.float64) if placed else None,
@@ -146,7 +156,10 @@ def launch_everything(
     bound = torch.ones(B, G) if full else None
     few = {name: x[:, :, :1].contiguous() for name, x in results.items()}
     last = call.query_positions[:, :, :1] if placed else None
-    few_queries = call._replace(q=q[:, :, :1], key_bound=bound, query_positions=last)
+    ranges = call.query_range[:, :1] if ranged else None
+    few_queries = call._replace(
+        q=q[:, :, :1], key_bound=bound, query_positions=last, query_range=ranges
+    )
     decode(few_queries, 132, **few)
 
 
@@ -156,8 +169,8 @@ def main() -> None:
     for D in head_sizes:
         chosen = sizes.choose(D, D, 2, shared)
         tiles = {f"{name}_kernel": tile for name, tile in chosen._asdict().items()}
-        for full, placed in ((False, False), (True, False), (True, True)):
-            call = partial(launch_everything, D, torch.bfloat16, shared, full, placed=placed)
+        for what, features in FEATURES.items():
+            call = partial(launch_everything, D, torch.bfloat16, shared, **features)
             for done in launched(call, capability):
                 assert done.shared <= shared, done
                 tile = tiles.get(done.kernel, sizes.Tile(32, 1, 1, 1))
@@ -165,7 +178,6 @@ def main() -> None:
                 loops = "  ".join(
                     f"{n * per_score:.1f} ({spilt / n:.0%})" for n, spilt in done.loops
                 )
-                what = "positions, too" if placed else "all features" if full else "plain"
                 case = f"sm_{capability} {D:3} {what:14} {done.kernel:14}"
                 print(
                     f"{case} {done.registers:3} {done.stack:4} {done.shared:6}  {loops}",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import linbias.torch
-from cases import Case, by_name, short
+from cases import RANGED_CASES, Case, by_name, short
 from contract import (
     check_case,
     check_hidden_keys_may_hold_anything,
@@ -57,7 +57,7 @@ def check(case: Case, dtype: str) -> None:
 
 def little(case: Case, H: int = 2, G: int = 1) -> Case:
     """The case with as few heads and batch rows as show what it is for."""
-    if case.name.startswith("range-per-head"):
+    if "range-per-head" in case.name:
         return replace(case, H=case.G)
     batched = case.key_range or case.query_start or "per_batch" in (case.left, case.right)
     if not batched and case.T * case.S > 1:  # one number has too little error to be a budget
@@ -113,6 +113,53 @@ def test_contract(case, dtype, little_tiles, poisoned_memory):
 def test_contract_where_keys_are_left_out(case, dtype, little_tiles, poisoned_memory):
     heads = 2 if case.G == 2 else 1
     check(replace(case, H=heads, G=heads, left="steep"), dtype)
+
+
+RANGED = {case.name: case for case in RANGED_CASES}
+# As many blocks of keys as show what the long ones are for.
+RANGED_LONG = (
+    replace(RANGED["long-window"], T=67, S=601),
+    replace(RANGED["long-window-both-sides"], T=45, S=601, query_start=(290,)),
+    replace(RANGED["long-documents"], T=90, S=331),
+    replace(RANGED["long-chunks"], T=67, S=601, query_start=(300,)),
+    replace(RANGED["long-prefix"], T=50, S=331, query_start=(0, 211)),
+    replace(RANGED["long-scattered"], T=40, S=331),
+    replace(RANGED["long-window-range"], T=40, S=601, key_range=((300, 590), (5, 601))),
+    replace(RANGED["long-window-dropout"], T=40, S=331),
+    replace(RANGED["gates-in-documents"], T=90, S=331),
+)
+RANGED_QUICK = """documents-float32 chunks-multi-query-float32 scattered-float32
+window-range-per-head-float32 one-side-hidden-in-chunks-float32 gaps-in-a-window-float32
+window-dropout-bfloat16 long-window-both-sides-float32 long-documents-bfloat16"""
+RANGED_16 = ("window-both-sides", "documents", "prefix-sees-itself", "window-dropout")
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    rows(
+        RANGED_QUICK,
+        *((case, "float32") for case in RANGED_CASES if case.S < 100),
+        *((RANGED[name], "bfloat16") for name in RANGED_16),
+        *product(RANGED_LONG, TWO_TYPES),
+    ),
+)
+def test_each_query_sees_its_own_range_of_keys(case, dtype, little_tiles, poisoned_memory):
+    check(little(case), dtype)
+
+
+@pytest.mark.parametrize(
+    "case",
+    rows("long-documents", *((c,) for c in RANGED_LONG if not c.places and c.rows != "scattered")),
+)
+def test_each_query_sees_its_own_range_where_keys_are_left_out(case, little_tiles):
+    """But where rows see far keys alone, of whose scores steep slopes leave few digits."""
+    check(replace(little(case), left="steep"), "float32")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", [case for case in RANGED_CASES if case.S >= 100], ids=str)
+def test_each_query_sees_its_own_range_of_many_keys(case, little_tiles):
+    check(little(case), "float32")
 
 
 PLACED_CALLS = (*PLACED, *across_blocks(24, 100))
@@ -258,6 +305,17 @@ def test_decoding_from_a_cache(case, dtype, bounded, little_tiles):
     check_decoding("triton", case if case.H == 4 else little(case), dtype, bounded)
 
 
+@pytest.mark.parametrize(
+    ("case", "dtype", "bounded"),
+    rows(
+        "long-cache-scattered-float32-True window-one-query-bfloat16-False",
+        *product((c for c in RANGED_CASES if 0 < c.T < 5), TWO_TYPES, (False, True)),
+    ),
+)
+def test_decoding_by_a_range_of_keys_for_each_query(case, dtype, bounded, little_tiles):
+    check_decoding("triton", little(case), dtype, bounded)
+
+
 @pytest.mark.thorough
 def test_a_key_bound_spares_reading_far_keys(little_tiles):
     """Far keys that nobody may read are NaN here."""
@@ -376,6 +434,68 @@ def test_keys_that_were_not_visited_do_not_count(little_tiles):
         changed = inputs._replace(v=inputs.v + 1e6 * unseen[..., None])
         mine = slice(tile * rows, (tile + 1) * rows)
         assert torch.equal(triton.operators.forward(*changed)[0][:, :, mine], out[:, :, mine])
+
+
+def row_ranges(*ranges, T=160):
+    """query_range [1, T, 2]: tile after tile, the range of its rows."""
+    each = np.repeat(np.array(ranges), LITTLE.forward.rows, 0)
+    return each[None, :T].tolist()
+
+
+def test_a_tile_ends_with_the_keys_that_its_rows_see(little_tiles):
+    """Flat heads: nothing else stops them. Blocks of 16 keys."""
+    ranges = row_ranges((0, 160), (20, 64), (5, 100), (0, 20), (50, 50))
+    first, end = visited([0.0, 0.0], query_range=ranges)
+    assert first.tolist() == [[0, 16, 0, 0, 128]] * 2
+    assert end.tolist() == [[32, 64, 96, 128, 160]] * 2
+    ranges = row_ranges((0, 160), (20, 64), (5, 100), (140, 160), (50, 50))
+    first, end = visited([0.0, 0.0], query_range=ranges, right=[0.0, 0.0])
+    assert first.tolist() == [[0, 16, 0, 96, 128]] * 2
+    assert end.tolist() == [[160, 64, 112, 160, 160]] * 2
+
+
+def test_rows_that_see_nothing_further_out_let_their_tile_stop(little_tiles):
+    """Every other row sees no key at all, or the near ones only."""
+    first, _ = visited([2.0])
+    ranges = np.tile([[0, 160]], (160, 1))
+    ranges[::2] = [[0, 0]]
+    assert torch.equal(visited([2.0], query_range=[ranges.tolist()])[0], first)
+    ranges[::2, 0] = np.arange(160)[::2] // 32 * 32
+    ranges[::2, 1] = 160
+    assert torch.equal(visited([2.0], query_range=[ranges.tolist()])[0], first)
+
+
+def test_rows_that_saw_nothing_yet_do_not_let_their_tile_stop(little_tiles):
+    """All rows but one lose nothing to keys that far; that one sees no others."""
+    ranges = np.tile([[0, 160]], (160, 1))
+    ranges[150] = [0, 3]
+    first, _ = visited([2.0], query_range=[ranges.tolist()])
+    assert first[0].tolist() == [0, 16, 48, 80, 0]
+
+
+@pytest.mark.parametrize("causal", rows("False", (False,), (True,)))
+def test_blocks_that_no_row_of_a_tile_sees_are_not_read(causal, little_tiles):
+    """They are NaN here, the near ones among them; nor does backward read them."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 8) for n in (64, 160, 160))
+    seen = ((96, 111), (3, 30)) if causal else ((128, 160), (16, 40))
+    ranges = torch.tensor(row_ranges(*seen, T=64))
+    start = torch.tensor([112] if causal else [48])
+    read = torch.zeros(160, dtype=torch.bool)
+    for first, end in seen:
+        read[first // 16 * 16 : -(-end // 16) * 16] = True
+    poisoned = [q, *(x.masked_fill(~read[:, None], torch.nan) for x in (k, v))]
+    found = []
+    for arrays, name in (((q, k, v), "dense"), (poisoned, "triton")):
+        arrays = [x.requires_grad_() for x in arrays]
+        out = linbias.torch.attention(
+            *arrays, [0.1], query_range=ranges, query_start=start, causal=causal,
+            tolerance=0.0, implementation=name,
+        )  # fmt: skip
+        dq, dk, dv = torch.autograd.grad(out.square().sum(), arrays)
+        found.append((out, dq, dk[:, :, read], dv[:, :, read]))
+    for truth, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5)
 
 
 def test_tiles_that_see_no_key_visited_none(little_tiles):

@@ -20,6 +20,14 @@ from linbias.kernels.triton.launch import (
     position_arguments,
     slope_arguments,
 )
+from linbias.kernels.triton.row_ranges import (
+    hide,
+    hulls,
+    read_row_ranges,
+    seen_by_all,
+    seen_by_any,
+    within,
+)
 from linbias.kernels.triton.sizes import FUSION, padded
 from linbias.kernels.triton.tile import (
     INF,
@@ -135,20 +143,26 @@ def score_gradient(
 
 @triton.jit
 def visited_keys(
-    COUNTS, tiles, exists, query_start, first, end, ROWS: tl.constexpr, KEYS: tl.constexpr
+    COUNTS, HULLS, tiles, exists, query_start, first, end, ROWS: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Where the blocks begin and end that forward's tiles visited, by a head's part of VISITED."""
+    """Where the keys begin and end that forward's tiles visited, by a head's part of VISITED and a
+    batch row's of HULLS.
+    """
     low, high = near_keys(query_start + tiles * ROWS, ROWS, first, end, KEYS)
     low -= tl.load(COUNTS + 2 * tiles, mask=exists, other=0) * KEYS
     high += tl.load(COUNTS + 2 * tiles + 1, mask=exists, other=0) * KEYS
+    if HULLS is not None:
+        low = tl.maximum(low, tl.load(HULLS + 4 * tiles, mask=exists, other=0))
+        high = tl.minimum(high, tl.load(HULLS + 4 * tiles + 1, mask=exists, other=0))
     return low, high
 
 
 @triton.jit(do_not_specialize=["threshold"])
 def dq_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, SEED, DOUT, DLSE, DELTA,
-    PIVOT, LOG_SUM, VISITED, DQ, DSLOPES, DXQ, q_strides, k_strides, v_strides, dout_strides,
-    left_strides, right_strides, range_strides, start_strides, x_strides, xq_strides,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, QUERY_RANGE, X, XQ, SEED, DOUT,
+    DLSE, DELTA, PIVOT, LOG_SUM, VISITED, DQ, DSLOPES, DXQ, q_strides, k_strides, v_strides,
+    dout_strides, left_strides, right_strides, range_strides, start_strides, query_range_strides,
+    x_strides, xq_strides,
     B, H, G, T, S, num_tiles, visited_tiles, scale, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
@@ -159,6 +173,7 @@ def dq_kernel(
     """
     HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
     HAS_RANGE: tl.constexpr = KEY_RANGE is not None
+    RANGED: tl.constexpr = QUERY_RANGE is not None
     DROPOUT: tl.constexpr = SEED is not None
     SLOPES: tl.constexpr = DSLOPES is not None
     PLACED: tl.constexpr = X is not None
@@ -200,6 +215,12 @@ def dq_kernel(
         query_start + forward_tile * FORWARD_ROWS, FORWARD_ROWS, first, end, FORWARD_KEYS
     )
     counts = VISITED + (head * visited_tiles + forward_tile) * 2
+    row_first, row_end = read_row_ranges(
+        QUERY_RANGE, query_range_strides, b, start + offsets, present, S
+    )
+    if RANGED:
+        first, end = seen_by_any(first, end, row_first, row_end)
+        all_first, all_end = seen_by_all(row_first, row_end)
     moment_left, reach_left = total, total
     moment_right, reach_right = total, total
     for PART in tl.static_range(3):
@@ -210,6 +231,8 @@ def dq_kernel(
                 slope, begin, stop = right, high, high + tl.load(counts + 1) * FORWARD_KEYS
             else:
                 slope, begin, stop = left, low, high
+            if RANGED:
+                begin, stop = within(begin, stop, first, end, KEYS)
             row_term = row_bias(offsets, slope, ROWS, PART)
             for block in tl.range(begin, stop, KEYS, num_stages=STAGES):
                 keys = block + columns
@@ -246,6 +269,9 @@ def dq_kernel(
                         lead = row_term + slope * distance_to(block, position, ROWS, KEYS, PART)
                     key_term = cut(key_term, inside, HAS_RANGE, PART)
                     score = far_score(product, scale, key_term[None, :], lead[:, None], PRECISE)
+                if RANGED:
+                    if (block < all_first) | (block + KEYS > all_end):
+                        score = hide(score, keys[None, :], row_first[:, None], row_end[:, None])
                 weight = weigh(score, lead[:, None], pivot[:, None], log_sum[:, None], PRECISE)
                 dweight = tl.dot(dout, tl.trans(v), input_precision="ieee")
                 dscore, _ = score_gradient(
@@ -289,7 +315,7 @@ def dq_kernel(
 
 @triton.jit
 def tiles_that_visited(
-    COUNTS, s, query_start, first, end, num_tiles, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    COUNTS, HULLS, s, query_start, first, end, num_tiles, ROWS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK: tl.constexpr
 ):  # fmt: skip
     """The first and one past the last forward tile that visited any of the keys s .. s + BLOCK -
@@ -299,7 +325,7 @@ def tiles_that_visited(
     for start in range(0, num_tiles, SCAN):
         tiles = start + tl.arange(0, SCAN)
         exists = tiles < num_tiles
-        low, high = visited_keys(COUNTS, tiles, exists, query_start, first, end, ROWS, KEYS)
+        low, high = visited_keys(COUNTS, HULLS, tiles, exists, query_start, first, end, ROWS, KEYS)
         visited = exists & (low < s + BLOCK) & (high > s)
         lowest = tl.minimum(lowest, tl.min(tl.where(visited, tiles, num_tiles), 0))
         highest = tl.maximum(highest, tl.max(tl.where(visited, tiles + 1, 0), 0))
@@ -308,9 +334,10 @@ def tiles_that_visited(
 
 @triton.jit(do_not_specialize=["threshold"])
 def dkv_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, SEED, DOUT, DELTA, PIVOT,
-    LOG_SUM, VISITED, DK, DV, DX, q_strides, k_strides, v_strides, dout_strides, left_strides,
-    right_strides, range_strides, start_strides, x_strides, xq_strides,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, QUERY_RANGE, X, XQ, SEED, DOUT,
+    DELTA, PIVOT, LOG_SUM, VISITED, HULLS, DK, DV, DX, q_strides, k_strides, v_strides,
+    dout_strides, left_strides, right_strides, range_strides, start_strides, query_range_strides,
+    x_strides, xq_strides,
     B, H, G, T, S, num_blocks, num_tiles, visited_tiles, scale, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
@@ -326,6 +353,7 @@ def dkv_kernel(
     PRECISE: tl.constexpr = Q.dtype.element_ty == tl.float32
     PLACED: tl.constexpr = X is not None
     PLACES: tl.constexpr = DX is not None
+    RANGED: tl.constexpr = QUERY_RANGE is not None
     block, b, g, _ = my_tile(num_blocks, B, G, G)
     part, num_parts = tl.program_id(1), tl.num_programs(1)
     first, end = read_range(KEY_RANGE, range_strides, b, g, S)
@@ -341,6 +369,8 @@ def dkv_kernel(
     key_hashes = key_hash(SEED, keys)[:, None]
     dk = tl.zeros((KEYS, PADDED_D), tl.float32)
     dv = tl.zeros((KEYS, PADDED_E), tl.float32)
+    if RANGED:
+        HULLS += wide(b) * num_tiles * 4
     share = H // G // num_parts
     for h in range(g * (H // G) + part * share, g * (H // G) + (part + 1) * share):
         head = wide(b) * H + h
@@ -356,7 +386,7 @@ def dkv_kernel(
             dx = tl.zeros((KEYS,), tl.float32)
         counts = VISITED + head * visited_tiles * 2
         lowest, highest = tiles_that_visited(
-            counts, s, query_start, first, end, num_tiles, FORWARD_ROWS, FORWARD_KEYS, KEYS
+            counts, HULLS, s, query_start, first, end, num_tiles, FORWARD_ROWS, FORWARD_KEYS, KEYS
         )
         lowest, highest = lowest * FORWARD_ROWS, highest * FORWARD_ROWS
         # Rows at the block's own positions: keys may lie on either side of them.
@@ -377,8 +407,8 @@ def dkv_kernel(
                 for start in tl.range(begin, stop, ROWS, num_stages=STAGES):
                     position = query_start + start
                     low, high = visited_keys(
-                        counts, start // FORWARD_ROWS, True, query_start, first, end, FORWARD_ROWS,
-                        FORWARD_KEYS
+                        counts, HULLS, start // FORWARD_ROWS, True, query_start, first, end,
+                        FORWARD_ROWS, FORWARD_KEYS
                     )  # fmt: skip
                     visible = inside & (keys >= low) & (keys < high)
                     present = start + offsets < T
@@ -419,6 +449,15 @@ def dkv_kernel(
                         score = far_score(
                             product, scale, key_term[:, None], lead[None, :], PRECISE
                         )
+                    if RANGED:
+                        row_first, row_end = read_row_ranges(
+                            QUERY_RANGE, query_range_strides, b, start + offsets, present, S
+                        )
+                        hull = HULLS + start // FORWARD_ROWS * 4
+                        if (s < tl.load(hull + 2)) | (s + KEYS > tl.load(hull + 3)):
+                            score = hide(
+                                score, keys[:, None], row_first[None, :], row_end[None, :]
+                            )
                     weight = weigh(score, lead[None, :], pivot[None, :], log_sum[None, :], PRECISE)
                     dweight = tl.dot(v, tl.trans(dout), input_precision="ieee")
                     row_hashes = row_hash(SEED, head, start + offsets)[None, :]
@@ -498,8 +537,9 @@ def backward(
         cuts = num_parts(num_blocks * B * G, H // G)
         part_dk, part_dv = (x if cuts == 1 else delta.new_empty(cuts, *x.shape) for x in (dk, dv))
         dkv_kernel[num_blocks * B * G, cuts](
-            **shared, DK=part_dk, DV=part_dv, DX=dpositions, num_blocks=num_blocks,
-            num_tiles=triton.cdiv(T, sizes.forward.rows), **sizes.dkv.options(),
+            **shared, HULLS=hulls(call, sizes.forward.rows), DK=part_dk, DV=part_dv, DX=dpositions,
+            num_blocks=num_blocks, num_tiles=triton.cdiv(T, sizes.forward.rows),
+            **sizes.dkv.options(),
         )  # fmt: skip
         if cuts > 1:
             dk.copy_(part_dk.sum(0))

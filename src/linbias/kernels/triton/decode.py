@@ -29,6 +29,7 @@ from linbias.kernels.triton.launch import (
     position_arguments,
     slope_arguments,
 )
+from linbias.kernels.triton.row_ranges import hide, read_row_ranges, seen_by_any, sees_beyond
 from linbias.kernels.triton.sizes import FUSION, padded
 from linbias.kernels.triton.tile import (
     INF,
@@ -61,9 +62,9 @@ SEARCHED: tl.constexpr = tl.constexpr(32)  # blocks at a time
 
 @triton.jit
 def score_block(
-    q, K, X, xq, start, position, first, end, strides, x_stride, scale, left, left_sight, right,
-    right_sight, D: tl.constexpr, PADDED_D: tl.constexpr, KEYS: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr,
+    q, K, X, xq, start, position, first, end, row_first, row_end, strides, x_stride, scale, left,
+    left_sight, right, right_sight, D: tl.constexpr, PADDED_D: tl.constexpr, KEYS: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr, RANGED: tl.constexpr,
 ):  # fmt: skip
     """The scores of all rows with the keys from `start`, and which of these there are."""
     columns = tl.arange(0, KEYS)
@@ -80,6 +81,8 @@ def score_block(
         tl.dot(q, tl.trans(k), input_precision="ieee"), order, distance, inside[None, :], scale,
         left[:, None], left_sight[:, None], right[:, None], right_sight[:, None], HAS_RIGHT,
     )  # fmt: skip
+    if RANGED:
+        score = hide(score, keys[None, :], row_first[:, None], row_end[:, None])
     return score, inside
 
 
@@ -113,11 +116,11 @@ def blocks_to_visit(
 
 @triton.jit
 def decode_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, BOUND, PART_OUT, PART_MAX,
-    PART_SUM, q_strides, k_strides, v_strides, left_strides, right_strides, range_strides,
-    start_strides, x_strides, xq_strides, H, G, T, S, scale, log_share, slack,
-    D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, QUERY_RANGE, X, XQ, BOUND,
+    PART_OUT, PART_MAX, PART_SUM, q_strides, k_strides, v_strides, left_strides, right_strides,
+    range_strides, start_strides, query_range_strides, x_strides, xq_strides, H, G, T, S, scale,
+    log_share, slack, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr,
+    PADDED_E: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fill PART_OUT [B * G, parts, rows, E], unnormalised, PART_MAX and PART_SUM; grid (B * G,
     parts).
@@ -126,6 +129,7 @@ def decode_kernel(
     """
     HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
     HAS_RANGE: tl.constexpr = KEY_RANGE is not None
+    RANGED: tl.constexpr = QUERY_RANGE is not None
     CERTIFY: tl.constexpr = BOUND is not None
     PLACED: tl.constexpr = X is not None
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
@@ -165,6 +169,9 @@ def decode_kernel(
     row_sum = tl.zeros((ROWS,), tl.float32)
     no_lead = tl.zeros((ROWS,), tl.float32)
 
+    row_first, row_end = read_row_ranges(QUERY_RANGE, query_range_strides, b, t, present, S)
+    if RANGED:
+        first, end = seen_by_any(first, end, row_first, row_end)
     low, high = near_keys(query_start, T, first, end, KEYS)
     # How many blocks lie to either side of these, for rows that may look there.
     left_seen, right_seen = present & (left_sight > 0), present & (right_sight > 0)
@@ -185,8 +192,9 @@ def decode_kernel(
             low - near_left * KEYS, high + near_right * KEYS, KEYS, num_stages=STAGES
         ):
             score, inside = score_block(
-                q, K, X, xq, start, position, first, end, k_strides, x_stride, scale,
-                left, left_sight, right, right_sight, D, PADDED_D, KEYS, HAS_RIGHT, HAS_RANGE,
+                q, K, X, xq, start, position, first, end, row_first, row_end, k_strides, x_stride,
+                scale, left, left_sight, right, right_sight, D, PADDED_D, KEYS, HAS_RIGHT,
+                HAS_RANGE, RANGED,
             )  # fmt: skip
             new_max = tl.maximum(row_max, tl.max(score, 1))
             pivot = tl.where(new_max == -INF, 0.0, new_max)
@@ -197,6 +205,8 @@ def decode_kernel(
         q_norm = norm(q.to(tl.float32), D) * tl.abs(scale) * (1 + slack)
         largest = q_norm * tl.load(BOUND + tl.program_id(0)) * (1 + 3 * slack)
         nearest = low - near_left * KEYS - 1
+        if RANGED:
+            left_seen &= sees_beyond(row_first, row_end, nearest, LEFT)
         left_count = blocks_to_visit(
             largest, left, row_max, row_sum, left_seen, X, xq, x_stride, nearest,
             position - nearest, nearest + 1 - first, near_left, most_left, log_share, slack, KEYS,
@@ -204,6 +214,8 @@ def decode_kernel(
         )  # fmt: skip
         if HAS_RIGHT:
             nearest = high + near_right * KEYS
+            if RANGED:
+                right_seen &= sees_beyond(row_first, row_end, nearest, RIGHT)
             right_count = blocks_to_visit(
                 largest, right, row_max, row_sum, right_seen, X, xq, x_stride, nearest,
                 nearest - position, end - nearest, near_right, most_right, log_share, slack, KEYS,
@@ -218,8 +230,9 @@ def decode_kernel(
     for n in tl.range(part * share, tl.minimum((part + 1) * share, total), num_stages=STAGES):
         start = high - (n + 1) * KEYS
         score, inside = score_block(
-            q, K, X, xq, start, position, first, end, k_strides, x_stride, scale,
-            left, left_sight, right, right_sight, D, PADDED_D, KEYS, HAS_RIGHT, HAS_RANGE,
+            q, K, X, xq, start, position, first, end, row_first, row_end, k_strides, x_stride,
+            scale, left, left_sight, right, right_sight, D, PADDED_D, KEYS, HAS_RIGHT, HAS_RANGE,
+            RANGED,
         )  # fmt: skip
         v = load_block(V, start, columns, inside, v_strides, E, PADDED_E, HAS_RANGE, NEAR)
         acc, row_max, row_sum = add_block(

@@ -21,6 +21,14 @@ from linbias.kernels.triton.certificate import (
     trip_count,
 )
 from linbias.kernels.triton.launch import Call, arguments, dropout_arguments
+from linbias.kernels.triton.row_ranges import (
+    hide,
+    read_row_ranges,
+    seen_by_all,
+    seen_by_any,
+    sees_beyond,
+    within,
+)
 from linbias.kernels.triton.tile import (
     INF,
     LEFT,
@@ -59,12 +67,13 @@ FEWEST_BLOCKS = 16
 
 @triton.jit(do_not_specialize=["threshold"])
 def forward_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, SEED, CENTER, REACH, TAILS,
-    OUT, ROW_MAX, LOG_SUM, VISITED,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, QUERY_RANGE, X, XQ, SEED, CENTER,
+    REACH, TAILS, OUT, ROW_MAX, LOG_SUM, VISITED,
     q_strides, k_strides, v_strides, left_strides, right_strides, range_strides, start_strides,
-    x_strides, xq_strides, B, H, G, T, S, num_tiles, visited_tiles, num_blocks, scale, log_share,
-    slack, threshold, factor, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr,
-    PADDED_E: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    query_range_strides, x_strides, xq_strides, B, H, G, T, S, num_tiles, visited_tiles,
+    num_blocks, scale, log_share, slack, threshold, factor, D: tl.constexpr, E: tl.constexpr,
+    PADDED_D: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fill OUT, ROW_MAX and LOG_SUM [B, H, T] in bits, and VISITED [B, H, visited_tiles, 2]; 1-D
     grid.
@@ -73,6 +82,7 @@ def forward_kernel(
     """
     HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
     HAS_RANGE: tl.constexpr = KEY_RANGE is not None
+    RANGED: tl.constexpr = QUERY_RANGE is not None
     CERTIFY: tl.constexpr = REACH is not None
     PLACED: tl.constexpr = X is not None
     DROPOUT: tl.constexpr = SEED is not None
@@ -106,6 +116,14 @@ def forward_kernel(
         row_high, row_low = from_anchor(xq, own)
 
     low, high = near_keys(position, ROWS, first, end, KEYS)
+    near_low, near_high = low, high
+    row_first, row_end = read_row_ranges(
+        QUERY_RANGE, query_range_strides, b, start + offsets, present, S
+    )
+    if RANGED:
+        first, end = seen_by_any(first, end, row_first, row_end)
+        all_first, all_end = seen_by_all(row_first, row_end)
+        low, high = within(low, high, first, end, KEYS)
     for near in tl.range(low, high, KEYS, num_stages=STAGES):
         keys = near + columns
         inside = (keys >= first) & (keys < end)
@@ -123,6 +141,8 @@ def forward_kernel(
             product, order, distance, inside[None, :], scale, left, left_sight, right, right_sight,
             HAS_RIGHT
         )  # fmt: skip
+        if RANGED:
+            score = hide(score, keys[None, :], row_first[:, None], row_end[:, None])
         acc, row_max, row_sum = add_block(
             score, no_lead, v, acc, row_max, row_sum, row_hashes, key_hash(SEED, keys), threshold,
             factor, DROPOUT
@@ -163,15 +183,18 @@ def forward_kernel(
                         distance = nearest - position - offsets
                         unseen = end - nearest
                     bound = base + q_norm * radius
+                    asking = present
+                    if RANGED:
+                        asking &= sees_beyond(row_first, row_end, nearest, SIDE)
                     if PLACED:
                         count = visited + placed_trip_count(
-                            bound, slope, row_max, row_sum, present, xq, X, x_strides[2], S,
+                            bound, slope, row_max, row_sum, asking, xq, X, x_strides[2], S,
                             TAILS + (SIDE * wide(B) * H + head) * num_blocks, nearest,
                             most - visited, log_share, slack, turn == 0, KEYS, SIDE,
                         )  # fmt: skip
                     else:
                         count = visited + trip_count(
-                            bound + log_count(slope, unseen), slope, row_max, row_sum, present,
+                            bound + log_count(slope, unseen), slope, row_max, row_sum, asking,
                             distance, most - visited, log_share, slack, KEYS,
                         )  # fmt: skip
                         count = tl.where(turn == 0, tl.minimum(count, preview(slope, KEYS)), count)
@@ -194,6 +217,11 @@ def forward_kernel(
                         lead = row_term + slope * distance_to(far, position, ROWS, KEYS, SIDE)
                     key_term = cut(key_term, inside, HAS_RANGE, SIDE)
                     score = far_score(product, scale, key_term[None, :], lead[:, None], PRECISE)
+                    if RANGED:
+                        if (far < all_first) | (far + KEYS > all_end):
+                            score = hide(
+                                score, keys[None, :], row_first[:, None], row_end[:, None]
+                            )
                     if PRECISE:
                         lead = no_lead
                     v = load_block(
@@ -204,6 +232,10 @@ def forward_kernel(
                         threshold, factor, DROPOUT
                     )  # fmt: skip
                 visited = count
+            if RANGED:
+                # Counts begin at the near blocks, whether these hold keys that are seen or not.
+                skipped = near_low - low if SIDE == LEFT else high - near_high
+                visited = tl.where(visited > 0, visited + skipped // KEYS, 0)
             tl.store(VISITED + (head * visited_tiles + tile) * 2 + SIDE, visited)
 
     empty = row_sum == 0

@@ -21,6 +21,7 @@ class Call(NamedTuple):
     right: Tensor | None  # likewise; None: causal
     key_range: Tensor | None  # [B, G, 2], integers of any size; None: all keys
     query_start: Tensor | None  # [B], likewise; None: S - T
+    query_range: Tensor | None  # [B, T, 2], integers of 0 .. S; None: all keys
     key_bound: Tensor | None  # [B, G], float32, contiguous: at least |k| of every key in the range
     seed: Tensor | None  # [] or [3], int64, as of linbias/torch/dropout.py; None: no dropout
     positions: Tensor | None  # [B, H, S], float64: where keys stand; None: key s at s
@@ -43,11 +44,11 @@ def arguments(call: Call) -> dict[str, Any]:
     return {
         "Q": call.q, "K": call.k, "V": call.v,
         "q_strides": call.q.stride(), "k_strides": call.k.stride(), "v_strides": call.v.stride(),
-        **slope_arguments(call), **position_arguments(call), "X": call.positions,
-        "x_strides": strides(call.positions), "XQ": call.query_positions,
-        "xq_strides": strides(call.query_positions), "H": H,
-        "G": G, "T": T, "S": S, "scale": call.scale * LOG2E.value, "D": D, "E": E,
-        "PADDED_D": padded(D), "PADDED_E": padded(E),
+        **slope_arguments(call), **position_arguments(call), **row_range_arguments(call),
+        "X": call.positions, "x_strides": strides(call.positions), "XQ": call.query_positions,
+        "xq_strides": strides(call.query_positions), "H": H, "G": G, "T": T, "S": S,
+        "scale": call.scale * LOG2E.value, "D": D, "E": E, "PADDED_D": padded(D),
+        "PADDED_E": padded(E),
     }  # fmt: skip
 
 
@@ -63,6 +64,10 @@ def position_arguments(call: Call) -> dict[str, Any]:
         "KEY_RANGE": call.key_range, "range_strides": strides(call.key_range),
         "QUERY_START": call.query_start, "start_strides": strides(call.query_start),
     }  # fmt: skip
+
+
+def row_range_arguments(call: Call) -> dict[str, Any]:
+    return {"QUERY_RANGE": call.query_range, "query_range_strides": strides(call.query_range)}
 
 
 def dropout_arguments(call: Call) -> dict[str, Any]:

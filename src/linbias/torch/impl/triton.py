@@ -33,6 +33,7 @@ ABILITIES = Abilities(
     devices=("cuda",),
     dtypes=("float16", "bfloat16", "float32"),
     largest_head=sizes.LARGEST_HEAD,
+    has=("positions", "query_range", "dropout", "transformed"),
 )
 INTERPRETED = ("float16", "float32")
 # The interpreter has no such limits, but the same tiles.
@@ -206,6 +207,7 @@ def _call(inputs: Inputs) -> "Call":
         right=inputs.right,
         key_range=there(inputs.key_range),
         query_start=there(inputs.query_start),
+        query_range=there(inputs.query_range),
         key_bound=None if bound is None else bound.float().contiguous(),
         seed=inputs.seed,
         positions=placed(inputs.positions),
