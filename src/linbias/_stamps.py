@@ -14,7 +14,7 @@ _NEVER = np.iinfo(np.int64).min  # how NumPy writes NaT
 def as_numbers(
     function: str, positions: npt.ArrayLike, query_positions: npt.ArrayLike | None
 ) -> tuple[Array, Array | None]:
-    """What is given for keys and for queries as arrays of numbers, time stamps in their own unit."""
+    """What is given for keys and queries as arrays of numbers, time stamps in their own unit."""
     x = as_array(function, "positions", positions)
     xq = None
     if query_positions is not None:

@@ -190,9 +190,9 @@ def attention(
             finite. Floating point, below inf: added to the scores, -inf hides.
         positions: [..., S] or [..., H, S], or [S] for all batch rows: where keys stand. float32
             or float64 within 2^53 of 0, integers within 2^53 of each other, or datetime64 and
-            timedelta64, which count in their own unit. Never falling within the range of keys, unless
-            order is that of the positions; outside the range they may be anything. None: key s at
-            s.
+            timedelta64, which count in their own unit. Never falling within the range of keys,
+            unless order is that of the positions; outside the range they may be anything. None:
+            key s at s.
         query_positions: [..., T], [..., H, T] or [T], likewise: where queries stand; each between
             those of the keys before and after it, unless order is that of the positions. None: at
             key p, 0 <= p < S, or the nearest to it within the range.

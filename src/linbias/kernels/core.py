@@ -38,7 +38,6 @@ ABILITIES = Abilities(
     memory="linear in length",
     devices=("cpu",),
     largest_head=256,
-    has=("positions", "dropout", "transformed", "query_range"),
 )
 # Below so many multiply-adds per thread, a second one that sleeps gains less than waking it costs.
 # One that is awake, because it is PyTorch's and spins after each operation, gains a quarter at

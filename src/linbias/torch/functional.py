@@ -127,8 +127,9 @@ def attention(
             A tensor, or what NumPy makes an array of: float32 or float64 within 2^53 of 0,
             integers within 2^53 of each other, or datetime64 and timedelta64, which count in
             their own unit. Never falling within the range of keys, unless order is that of the
-            positions; outside the range they may be anything. Differences are formed in float64. None: key s
-            at s. Values are checked on the CPU and in eager mode; elsewhere keys must be sorted.
+            positions; outside the range they may be anything. Differences are formed in float64.
+            None: key s at s. Values are checked on the CPU and in eager mode; elsewhere keys must
+            be sorted.
         query_positions: [T], [B, T] or [B, H, T], likewise: where queries stand; each between
             those of the keys before and after it, unless order is that of the positions, which
             `torch.compile` and `vmap` cannot see. None: at key p, 0 <= p < S, or the nearest to it

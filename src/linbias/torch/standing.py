@@ -11,7 +11,7 @@ from linbias import _stamps
 from linbias._request import Problem, Request
 from linbias.torch.operators.operator import Inputs
 
-# As a caller has them: numbers, or NumPy's datetime64 and timedelta64, which count in their own unit.
+# As a caller has them: numbers, or NumPy's datetime64 and timedelta64 in their own unit.
 Positions = Tensor | npt.ArrayLike
 
 
@@ -22,7 +22,7 @@ def as_tensors(function: str, options: dict[str, Any], device: torch.device) -> 
         return
     numbers = given
     if not torch.compiler.is_compiling():
-        arrays = (x.detach().cpu() if isinstance(x, Tensor) else x for x in given.values())
+        arrays: Any = (x.detach().cpu() if isinstance(x, Tensor) else x for x in given.values())
         numbers = dict(zip(given, _stamps.as_numbers(function, *arrays), strict=True))
     for name, x in numbers.items():
         if x is not None and not isinstance(given[name], Tensor):
@@ -43,6 +43,7 @@ def stand(
     start = S - T if query_start is None else query_start[:, None, None]
     place = torch.arange(T, device=x.device) + start
     key_range, end = request.key_range, None
+    first: Any = None
     if key_range is not None:
         per_head = key_range.dim() == 3
         group = problem.H // max(1, problem.G)
@@ -50,7 +51,7 @@ def stand(
         first, end = limits.split(1, dim=2)
     if not x.is_floating_point() and S:
         x, xq = _from_a_key(x, xq, end)
-    if key_range is not None:
+    if end is not None:
         keys = torch.arange(S, device=x.device)
         x = torch.where((keys >= first) & (keys < end), x, 0)
         place = torch.minimum(torch.maximum(place, first), end - 1)

@@ -26,7 +26,7 @@ ABILITIES = Abilities(
     runs_on="any JAX device",
     how="near to far in JAX operations: static shapes, no callbacks",
     memory="linear in length",
-    has=("mask", "positions", "query_range", "dropout", "transformed"),
+    has=("mask", "positions", "dropout", "transformed"),
 )
 
 

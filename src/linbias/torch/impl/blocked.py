@@ -21,7 +21,6 @@ ABILITIES = Abilities(
     runs_on="any PyTorch device",
     how="near to far in PyTorch operations",
     memory="linear in length",
-    has=("positions", "dropout", "transformed", "query_range"),
 )
 why_not = ABILITIES.lacks
 # Of a start that comes unchecked, as any under a compiler: `arange` counts in float64.

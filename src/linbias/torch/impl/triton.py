@@ -33,7 +33,6 @@ ABILITIES = Abilities(
     devices=("cuda",),
     dtypes=("float16", "bfloat16", "float32"),
     largest_head=sizes.LARGEST_HEAD,
-    has=("positions", "query_range", "dropout", "transformed"),
 )
 INTERPRETED = ("float16", "float32")
 # The interpreter has no such limits, but the same tiles.
