@@ -827,12 +827,7 @@ def check_position_values(
     before, after = np.minimum(own_key, end - 1), np.maximum(own_key + 1, first)
     for words, key, there, is_beyond in (
         ("at least that of every key before the query", before, before >= first, np.less),
-        (
-            "at most that of every key after the query",
-            after,
-            after < end,
-            np.greater_equal if sorts else np.greater,
-        ),
+        ("at most that of every key after the query", after, after < end, np.greater),
     ):
         key = np.clip(key, 0, S - 1)
         stands = np.take_along_axis(x, key, -1)

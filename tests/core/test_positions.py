@@ -299,7 +299,7 @@ def test_torch_others_say_that_positions_are_not_built(monkeypatch):
     ):
         linbias.torch.attention(x, x, x, positions=positions, implementation="cpu")
     ragged = torch.nested.nested_tensor([torch.ones(3, 2, 4)], layout=torch.jagged).transpose(1, 2)
-    with pytest.raises(ValueError, match="positions cannot be given with nested tensors"):
+    with pytest.raises(TypeError, match="positions of nested tensors must be a contiguous jagged"):
         linbias.torch.attention(ragged, ragged, ragged, positions=positions)
 
 
