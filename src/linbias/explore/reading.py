@@ -64,7 +64,7 @@ def slopes_of(model: PreTrainedModel, num_tokens: int) -> tuple[Float64, Float64
     position = getattr(model.base_model, "position", None)
     if isinstance(position, Biased):
         fall = position.fall(torch.zeros(1, 1, num_tokens, 1), num_tokens, AttendOptions())
-        if isinstance(position, LittleBird | Stepped) or "mask" in fall:
+        if isinstance(position, LittleBird | Stepped) or fall.keys() & {"mask", "window"}:
             return None
         left, right = fall["slopes"], fall.get("right_slopes", fall["slopes"])
     else:
