@@ -120,6 +120,9 @@ class Pieces:
         options |= self.options
         if case.key_range is not None:
             options["key_range"] = case.placement["key_range"]
+        if case.rows:
+            W = max(2, case.S // 12)
+            options["window"] = {"window": (W, 0), "both": (W, 2 * W)}[case.rows]
         whole = {name: x for name, x in vars(inputs).items() if x is not None}
         arrays = pieces_of(whole, case.T, self.how)
         found = self.ranks.run("pieces:attend", [(x, dtype, dict(options)) for x in arrays])
@@ -151,6 +154,8 @@ CASES = [
     square("right-padding", 41, key_range=((0, 29), (0, 41))),
     square("range-symmetric", 41, key_range=((3, 28), (1, 41))),
     replace(square("left-padding", 41), name="empty-range", key_range=((4, 4), (0, 41))),
+    square("slopes-zero", 203, rows="window"),
+    square("asymmetric", 203, rows="both"),
 ]
 UNEVEN = [case for case in CASES if case.T > 41 or case.dropout or not case.causal]
 
@@ -190,6 +195,17 @@ def test_only_the_keys_that_heads_need_are_sent(four: Ranks) -> None:
     assert all(told[1:] == (1, 2) for *_, told in found)  # one exchange, two gathers
 
 
+def test_no_more_is_sent_than_a_window_shows(four: Ranks) -> None:
+    """Without slopes each of three processes fetches the 10 keys before its own, in all heads."""
+    arrays = {n: np.ones((1, 2, 400, 4), "f4") for n in "qkv"}
+    arrays["left"] = np.zeros(2)
+    sent = []
+    for window in ((10, 0), (0, 0)):  # the second for what the processes say in any case
+        given = [(x, "float32", {"window": window}, False) for x in pieces_of(arrays, 400)]
+        sent.append(sum(told[0] for *_, told in four.run("pieces:attend", given)))
+    assert sent[0] - sent[1] == 3 * 10 * 2 * (4 + 4) * 4
+
+
 def _everything(case: Case, size: int) -> list[int]:
     """Bytes that each of four processes sends in an all-gather of keys and values."""
     piece = case.B * case.G * (case.D + case.E) * case.S // 4 * size
@@ -217,6 +233,7 @@ DIFFERENT = [
     ({"options": {"causal": False}}, "causal .*"),
     ({"options": {"scale": 0.5}}, "scale .*, got .* and 0.5 on rank 2"),
     ({"options": {"key_range": np.array([[0, 9]])}}, "key_range .*"),
+    ({"options": {"window": (3, 0)}}, r"window\[0\] .*, got -1 on rank 0 and 3 on rank 2"),
     ({"dtype": "bfloat16"}, "dtype .*, got float32 on rank 0 and bfloat16 on rank 2"),
     ({"arrays": {"left": np.ones(4)}}, "slopes .*"),
     ({"shape": (2, 4, 10, 8)}, "B .*, got 1 on rank 0 and 2 on rank 2"),

@@ -29,6 +29,7 @@ class Packed(TypedDict, total=False):
     right_slopes: Slopes | None
     scale: float | None
     tolerance: float | None
+    window: tuple[int, int] | None
 
 
 class Options(Packed, total=False):
@@ -65,8 +66,8 @@ def attention(
         q: [B, H, n, D], the share's n tokens; B, H, dtype and options alike on all processes.
         k: [B, G, n, D].
         v: [B, G, n, E].
-        slopes, causal, right_slopes, scale, implementation, return_lse: As for
-            `linbias.torch.attention`.
+        slopes, causal, right_slopes, scale, window, implementation, return_lse: As for
+            `linbias.torch.attention`. No more is fetched than a window shows.
         key_range: [B, 2], likewise, counted in the whole sequence.
         positions: [n], [B, n] or [B, H, n], likewise: where the share's keys stand, and its
             queries; they never fall from share to share either. Every process gets those of all.
@@ -266,9 +267,10 @@ class _InShares:
                 " of the whole sequence"
             )
         self.num_calls += 1
-        if mask is not None:
+        if mask is not None or options.pop("query_range", None) is not None:
             raise ValueError(
-                "context_parallel.use: mask must be None, got one: pieces take key_range"
+                "context_parallel.use: mask and query_range must be None, got one: pieces take"
+                " key_range and window"
             )
         if q.shape[2] != k.shape[2] or (query_start is not None and query_start.any()):
             raise ValueError(

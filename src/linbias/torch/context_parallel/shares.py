@@ -74,6 +74,7 @@ class Share:
         right_slopes: Slopes | None = None,
         key_range: Tensor | None = None,
         positions: Positions | None = None,
+        window: tuple[int, int] | None = None,
         **options: Any,
     ) -> None:
         self.group = group
@@ -97,6 +98,7 @@ class Share:
             **options,
         )
         p = self.problem
+        self.window = _request.check_window(_NAME, window, p.causal)
         if p.any_order:
             raise ValueError(f"{_NAME}: positions must not fall; sort the whole sequence by them")
         if positions is not None:
@@ -137,6 +139,7 @@ class Share:
             "slopes": _checksum(self.slopes[LEFT]),
             "right_slopes": _checksum(self.slopes[RIGHT]),
             "key_range": 0 if self.within else _checksum(self.key_range),
+            **{f"window[{side}]": self.window[side] for side in (LEFT, RIGHT)},
             "positions": self._kind_of_places(),
             "cu_seqlens": 0 if self.documents is None else zlib.crc32(self.documents.tobytes()),
         }
@@ -278,6 +281,8 @@ class Share:
             _request.check_key_range_values(_NAME, ranges, total)
         first, end = ranges.T
         beyond = self.offset - first if side == LEFT else end - (self.offset + self.problem.T)
+        if self.window[side] >= 0:
+            beyond = beyond.clip(max=self.window[side])
         return np.where(end > first, beyond.clip(0), 0)
 
     def _needs_beyond(
@@ -498,6 +503,7 @@ class Share:
             key_range=ranges.to(starts.device),
             query_start=starts,
             tolerance=tolerance,
+            window=self.window,
             lse=True,
             **placed,
         )
@@ -534,6 +540,7 @@ class Share:
             scale=p.scale,
             key_range=torch.from_numpy(ranges),
             query_start=torch.from_numpy(starts),
+            window=self.window,
             tolerance=p.tolerance / 2,
             implementation=implementation,
             return_lse=True,
