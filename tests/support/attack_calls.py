@@ -18,7 +18,7 @@ from torch import Tensor
 
 import linbias.torch
 from budget import compare
-from cases import Case, Inputs, arguments, round_to
+from cases import ROW_RANGES, Case, Inputs, arguments, round_to
 from jax_subject import JaxSubject
 from linbias._request import TOLERANCE
 from linbias.kernels import core
@@ -112,10 +112,8 @@ def _random_slopes(rng: np.random.Generator, B: int, H: int, wide: str) -> np.nd
     return round_to(slopes, wide)
 
 
-def _random_placement(
-    rng: np.random.Generator, B: int, G: int, T: int, S: int
-) -> dict[str, list[Any]]:
-    placement = {}
+def _random_placement(rng: np.random.Generator, B: int, G: int, T: int, S: int) -> dict[str, Any]:
+    placement: dict[str, Any] = {}
     if rng.random() < 0.4:
         shape = (B, 2) if rng.random() < 0.5 else (B, G, 2)
         ranges = np.sort(rng.integers(0, S + 1, shape), -1)
@@ -123,6 +121,8 @@ def _random_placement(
         placement["key_range"] = ranges.tolist()
     if rng.random() < 0.4:
         placement["query_start"] = rng.integers(-T - 5, S + 20, B).tolist()
+    if rng.random() < 0.3:
+        placement["rows"] = str(rng.choice(ROW_RANGES))
     return placement
 
 

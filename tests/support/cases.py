@@ -98,6 +98,8 @@ def _scattered(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return ranges[..., 0], ranges[..., 1]
 
 
+ROW_RANGES = ("window", "both", "chunks", "documents", "prefix", "scattered")
+
 Long = partial(Case, B=1, H=4, G=2, T=523, S=787)
 PER_HEAD = (((0, 11), (3, 9), (5, 5)), ((2, 3), (0, 4), (7, 11)))
 
