@@ -125,7 +125,8 @@ def test_numpy_arrays_of_any_type_come_through(kinds, expected_dtype, allowed):
 
 PLACED_NAMES = """filled-cache right-padding gaps-asymmetric range-per-head
 range-per-head-symmetric start-symmetric hidden-left-past-the-keys slopes-per-batch
-long-range-per-head long-cache-per-head no-queries no-keys no-batch"""
+long-range-per-head long-cache-per-head no-queries no-keys no-batch window-per-batch scattered
+scattered-few-queries long-window-range"""
 
 
 @pytest.mark.parametrize("name", PLACED_NAMES.split())

@@ -392,7 +392,8 @@ REPEATED = frozenset(
 
 
 def by_name(name: str, **changes: object) -> Case:
-    return replace(next(case for case in CASES if case.name == name), **changes)
+    cases = CASES + RANGED_CASES
+    return replace(next(case for case in cases if case.name == name), **changes)
 
 
 # Sizes of entries of queries and keys whose squares vanish, in float32 and in float64.

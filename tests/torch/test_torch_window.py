@@ -8,14 +8,13 @@ import torch
 
 import linbias
 import linbias.torch
-from cases import RANGED_CASES, Case, long, make_inputs, short
+from cases import RANGED_CASES, Case, by_name, long, make_inputs, short
 from contract import check_case, check_certificate_holds, rows
 from linbias.torch import attention, attention_varlen
 from test_torch import DTYPES, TorchSubject, check_decoding
 
 NEAR_TO_FAR = ("blocked", "cpu")
 IMPLEMENTATIONS = (*NEAR_TO_FAR, "dense", "sdpa")
-BY_NAME = {case.name: case for case in RANGED_CASES}
 
 
 def is_quick(implementation, case, dtype):
@@ -47,7 +46,7 @@ def test_contract(implementation, case, dtype, poisoned_memory):
 )
 @pytest.mark.parametrize("implementation", NEAR_TO_FAR)
 def test_decoding(implementation, name, dtype, bounded):
-    check_decoding(implementation, BY_NAME[name], dtype, bounded)
+    check_decoding(implementation, by_name(name), dtype, bounded)
 
 
 LONG = [case for case in long(RANGED_CASES) if not (case.dropout or case.places)]
@@ -182,7 +181,7 @@ def test_packed_sequences_and_nested_tensors(kind):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_compiled_mapped_and_exported():
     q, k, v = torch.randn(3, 2, 2, 90, 8)
-    ranges = torch.tensor(BY_NAME["window"].row_ranges)[:1].repeat(1, 9, 1)[:, :90]
+    ranges = torch.tensor(by_name("window").row_ranges)[:1].repeat(1, 9, 1)[:, :90]
 
     def run(q, k, v, ranges):
         both = attention(q, k, v, window=(9, 0)), attention(q, k, v, query_range=ranges)
