@@ -915,9 +915,10 @@ def _refuse_far(
         rule = "numbers within 2^53 of 0 (or integers within 2^53 of each other)"
     for b, h, i in _first(used & ~known):
         where = _index(positions, b, h, i)
-        raise ValueError(
-            f"{function}: {name} must be {rule}, got {positions[tuple(where)]} at {where}"
-        )
+        value = positions[tuple(where)]
+        if x.dtype.kind == "i" and value == np.iinfo(np.int64).min:
+            value = f"NaT, or {value},"  # as NumPy writes it
+        raise ValueError(f"{function}: {name} must be {rule}, got {value} at {where}")
 
 
 def _index(array: np.ndarray, b: int, h: int, i: int) -> list[int]:

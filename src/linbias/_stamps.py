@@ -8,7 +8,6 @@ import numpy.typing as npt
 from linbias._request import as_array, check_position_type
 
 Array = npt.NDArray[Any]
-_NEVER = np.iinfo(np.int64).min  # how NumPy writes NaT
 
 
 def as_numbers(
@@ -34,9 +33,7 @@ def as_numbers(
 
 
 def _as_ticks(function: str, x: Array, xq: Array | None) -> tuple[Array, Array | None]:
-    """Time stamps in the finer of their units, as float64 since the earliest key of their row; NaN
-    for NaT.
-    """
+    """Time stamps as integers that count the finer of their units; the lowest one for NaT."""
     for name, y in (("positions", x), ("query_positions", xq)):
         unit, _ = np.datetime_data(y.dtype) if y is not None else ("s", 1)
         if unit in ("generic", "Y", "M"):
@@ -45,35 +42,16 @@ def _as_ticks(function: str, x: Array, xq: Array | None) -> tuple[Array, Array |
                 f" long, got {y.dtype}"  # type: ignore[union-attr]
             )
     finest = np.result_type(x, x if xq is None else xq)
-    given = ("positions", x), ("query_positions", xq)
-    ticks = [_ticks(function, name, y, finest) for name, y in given]
-    keys = ticks[0]
-    assert keys is not None, "whoever has positions has those of keys"
-    highest = np.iinfo(np.int64).max
-    base = keys.min(-1, keepdims=True, where=keys != _NEVER, initial=highest)
-    base = np.where(base == highest, 0, base)
-    counted: list[Array | None] = []
-    for y in ticks:
-        if y is None:
-            counted.append(None)
-            continue
-        first = base
-        if y.ndim < base.ndim > 2:  # queries of all heads, keys of each
-            y = np.expand_dims(y, -2) if y.ndim > 1 else y
-        elif y.ndim > base.ndim > 1:
-            first = np.expand_dims(base, -2)
-        counted.append(np.where(y == _NEVER, np.nan, np.asarray(y - first, np.float64)))
-    return counted[0], counted[1]  # type: ignore[return-value]
+    keys = _ticks(function, "positions", x, finest)
+    return keys, None if xq is None else _ticks(function, "query_positions", xq, finest)
 
 
-def _ticks(function: str, name: str, y: Array | None, unit: np.dtype[Any]) -> Array | None:
+def _ticks(function: str, name: str, x: Array, unit: np.dtype[Any]) -> Array:
     """Time stamps counted in a unit at least as fine as theirs."""
-    if y is None:
-        return None
-    fine = y.astype(unit)
-    lost = (fine.astype(y.dtype) != y) & ~np.isnat(y)
+    fine = x.astype(unit)
+    lost = (fine.astype(x.dtype) != x) & ~np.isnat(x)
     if lost.any():
         raise ValueError(
-            f"{function}: {name} must lie within what 64 bits count in {unit}, got {y[lost][0]}"
+            f"{function}: {name} must lie within what 64 bits count in {unit}, got {x[lost][0]}"
         )
     return fine.view(np.int64)

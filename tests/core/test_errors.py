@@ -268,7 +268,7 @@ NUMPY = {
         (at([0, np.nan, 2]), r"must be numbers within 2\^53 of 0 .*, got nan at \[0, 1\]"),
         (at([0, 1.7e18, 2]), r"numbers within 2\^53 of 0 \(or integers within 2\^53 of each"
          r" other\), got 1.7e\+18 at \[0, 1\]"),
-        (at(np.array([0, "NaT", 2], "datetime64[s]")), r"positions must .*, got nan at \[0, 1\]"),
+        (at(np.array([0, "NaT", 2], "datetime64[s]")), r"must .*, got NaT, .* at \[0, 1\]"),
         (at([[0, 1, 2], [0, 1, np.inf]]), r"positions must .*, got inf at \[0, 1, 2\]"),
         (at([0, 1, 2**53 + 1]),
          r"positions must be integers within 2\^53 of each other, got 0 at \[0, 0\]"),

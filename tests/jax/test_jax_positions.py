@@ -342,3 +342,18 @@ def test_time_stamps_of_numpy_lose_nothing(x64):
             for options in ({"positions": x}, {"positions": x, "query_positions": x}):
                 out = linbias.jax.attention(q, k, v, slopes * unit, **options)
                 np.testing.assert_allclose(out.swapaxes(1, 2), exact, atol=1e-6)
+
+
+@pytest.mark.parametrize("x64", (False, True))
+@pytest.mark.parametrize("padding", (2**62, 0, -(2**61)))
+def test_positions_of_padding_are_not_counted_from(x64, padding):
+    q = np.random.default_rng(0).normal(size=(1, 3, 2, 4)).astype(np.float32)
+    stamps = 17 * 10**17 + np.array([0, 1, 2])
+    options = {"key_range": np.array([[1, 3]]), "slopes": np.ones(2, np.float32)}
+    with jax.enable_x64(x64):
+        want = linbias.jax.attention(q, q, q, positions=np.arange(3.0), **options)
+        for whole in (stamps, stamps.astype(np.float64) - 17 * 10**17 + 0.0):
+            given = whole.copy()
+            given[0] = padding if whole.dtype.kind == "i" else 1e15
+            out = linbias.jax.attention(q, q, q, positions=given, **options)
+            np.testing.assert_allclose(out, want, atol=1e-6)

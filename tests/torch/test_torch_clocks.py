@@ -186,7 +186,7 @@ def test_time_stamps_lose_nothing_in_any_form(form):
 def test_stamps_of_padding_may_be_anything():
     q, k, v = (torch.tensor(x) for x in RNG.normal(size=(3, B, H, 11, D)))
     padded, times = NANOSECONDS.copy(), NANOSECONDS.astype("datetime64[ns]")
-    padded[0, :3], times[0, :3] = 0, "NaT"
+    padded[0, :3], times[0, :2], times[0, 2] = 0, "NaT", 0
     options = {"key_range": torch.tensor([[3, 11], [0, 11]])}
     exact = attention(q, k, v, STEEP, positions=SECONDS, **options)
     for x, unit in ((padded, 1e-9), (times, 1e-9)):

@@ -293,3 +293,17 @@ def test_nested_tensors_are_refused_with_points_and_positions():
     for name in ("points", "positions", "query_points"):
         with pytest.raises(ValueError, match="weights, positions or points; with points pad them"):
             layer(12, 4, variant="symmetric")(ragged, **{name: torch.zeros(1, 3)})
+
+
+def test_places_may_be_lists_and_arrays():
+    layer = MultiheadAttention(8, 2, variant="symmetric", batch_first=True)
+    x, stamps, points = torch.randn(1, 4, 8), [0.0, 2.0, 3.0, 7.0], torch.rand(4, 2)
+    want = layer(x, positions=torch.tensor(stamps))[0]
+    for given in (stamps, np.array(stamps), np.array([0, 2, 3, 7]).view("m8[s]")):
+        torch.testing.assert_close(layer(x, positions=given)[0], want)
+        torch.testing.assert_close(layer(x[0], positions=given)[0], want[0])
+    padding = torch.tensor([[False, False, True, False]])
+    for options in ({}, {"key_padding_mask": padding}):
+        want = layer(x, points=points, **options)[0]
+        for given in (points.tolist(), points.numpy()):
+            torch.testing.assert_close(layer(x, points=given, **options)[0], want)

@@ -97,7 +97,7 @@ def prepare(
     right = filled["right"]
     x, xq = request.positions, request.query_positions
     if x is not None:
-        x, xq = standing.in_parts(x, xq)
+        x, xq = standing.in_parts(x, xq, _known_ranges(request, problem))
     inputs = Inputs(
         **{
             **filled,
@@ -112,6 +112,15 @@ def prepare(
         seed=draw_seed(request.dropout_key) if problem.dropout else None,
     )
     return inputs, problem
+
+
+def _known_ranges(request: Request[ArrayLike], problem: Problem) -> np.ndarray[Any, Any] | None:
+    """The ranges of keys of all query heads, [B, 1 or H, 2], where they can be read."""
+    if request.key_range is None or (ranges := _read(request.key_range)) is None:
+        return None
+    if ranges.ndim == 2:
+        return ranges[:, None]
+    return ranges.repeat(problem.H // max(1, problem.G), axis=1)
 
 
 def run(

@@ -31,14 +31,22 @@ ArrayLike = Array | np.ndarray[Any, Any]
 
 
 def in_parts(
-    positions: ArrayLike, query_positions: ArrayLike | None
+    positions: ArrayLike,
+    query_positions: ArrayLike | None,
+    ranges: np.ndarray[Any, Any] | None = None,
 ) -> tuple[Array, Array | None]:
-    """[S], [B, S] or [B, H, S] -> [B or 1, 1 or H, S, parts], and alike for T."""
+    """[S], [B, S] or [B, H, S] -> [B or 1, 1 or H, S, parts], and alike for T.
+
+    ranges: [B, 1 or H, 2], of the keys, where they are known: positions beyond are not counted
+    from.
+    """
     given = [
         x if x.ndim == 3 else x[None, None] if x.ndim == 1 else x[:, None]
         for x in (positions, query_positions)
         if x is not None
     ]
+    if ranges is not None and isinstance(given[0], np.ndarray) and given[0].shape[-1]:
+        given[0] = _within(given[0], ranges)
     given = _from_one(given)
     if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
         parts = [jnp.asarray(x).astype(jnp.float64)[..., None] for x in given]
@@ -98,6 +106,15 @@ def distance(xq: Array, x: Array) -> Array:
     """[..., rows, parts], [..., keys, parts] -> [..., rows, keys]: how far each key lies back."""
     apart = (xq[..., :, None, i] - x[..., None, :, i] for i in range(x.shape[-1]))
     return functools.reduce(jnp.add, apart)
+
+
+def _within(x: np.ndarray[Any, Any], ranges: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Positions with that of the last key of the range in the place of those outside it."""
+    keys, (first, end) = np.arange(x.shape[-1]), np.split(ranges, 2, -1)
+    heads = max(x.shape[1], ranges.shape[1])
+    x = np.broadcast_to(x, (len(ranges), heads, x.shape[-1]))
+    last = np.broadcast_to(np.clip(end - 1, 0, x.shape[-1] - 1), (*x.shape[:2], 1))
+    return np.where((keys >= first) & (keys < end), x, np.take_along_axis(x, last, -1))
 
 
 def _from_one(given: list[ArrayLike]) -> list[ArrayLike]:

@@ -20,6 +20,10 @@ def as_tensors(function: str, options: dict[str, Any], device: torch.device) -> 
     given = {name: options.get(name) for name in ("positions", "query_positions")}
     if all(x is None or isinstance(x, Tensor) for x in given.values()):
         return
+    if given["positions"] is None:
+        raise ValueError(
+            f"{function}: query_positions lie among positions of keys; give positions too"
+        )
     numbers = given
     if not torch.compiler.is_compiling():
         arrays: Any = (x.detach().cpu() if isinstance(x, Tensor) else x for x in given.values())

@@ -62,6 +62,9 @@ def read_marks(caller: str, given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{caller}: {name} must be None while a model is exported")
     if isinstance(mask, Tensor) and mask.ndim != 2:
         raise ValueError(f"{caller}: {name} must be None where attention_mask is not [B, S]")
+    cache = rest.get("past_key_values")
+    if rest.get("position_ids") is None and cache is not None and cache.get_seq_length():
+        raise ValueError(f"{caller}: {name} needs position_ids beside a cache of earlier tokens")
     rest["position_ids"] = _position_ids(caller, marks, rest.get("position_ids"), tokens, mask)
     return rest
 

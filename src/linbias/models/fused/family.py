@@ -349,7 +349,8 @@ def _forward_with_layout(model: Any, given: dict[str, Any]) -> Any:
     if is_full(mask):
         layout = read_full_mask(caller, mask, tokens, cache, position_ids)
     else:
-        has_cache = cache is not None or bool(given.setdefault("use_cache", False))
+        given["use_cache"] = bool(given.get("use_cache"))  # None is Transformers' own, True
+        has_cache = cache is not None or given["use_cache"]
         start = 0 if cache is None else cache.get_seq_length()
         options: Any = {"position_ids": position_ids, "has_cache": has_cache}
         layout = read_attention_mask(caller, mask, tokens, start, **options)

@@ -12,6 +12,8 @@ from linbias.torch.functional import attention, attention_weights
 from linbias.torch.layers import masks, sets
 from linbias.torch.layers.theirs import NoMatrix, take_weights
 from linbias.torch.packed import nested
+from linbias.torch.points.functional import Points, as_points
+from linbias.torch.standing import Positions, as_tensors
 
 
 class MultiheadAttention(nn.Module):
@@ -229,9 +231,9 @@ class MultiheadAttention(nn.Module):
         is_causal: bool = False,
         *,
         mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        points: Tensor | None = None,
-        query_points: Tensor | None = None,
+        positions: Positions | None = None,
+        points: Points | None = None,
+        query_points: Points | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from query to key.
 
@@ -289,6 +291,13 @@ class MultiheadAttention(nn.Module):
                 "MultiheadAttention: query, key and value must all have 3 axes, or 2 without a"
                 f" batch, got {list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
             )
+        places: dict[str, Any] = {} if positions is None else {"positions": positions}
+        as_tensors("MultiheadAttention", places, query.device)
+        positions = places.get("positions")
+        points, query_points = (
+            None if x is None else as_points("MultiheadAttention", name, x)
+            for name, x in (("points", points), ("query_points", query_points))
+        )
         if not batched:
             query, key, value = (x[None] for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
@@ -302,9 +311,9 @@ class MultiheadAttention(nn.Module):
                 "positions": positions,
                 "is_causal": is_causal or None,
             }
-            places = self._check_points(points, query_points, key.shape[1], others)
+            where = self._check_points(points, query_points, key.shape[1], others)
             out, weights = self._attend_points(
-                query, key, value, *places, key_padding_mask, need_weights
+                query, key, value, *where, key_padding_mask, need_weights
             )
         else:
             sizes = masks.Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1])

@@ -240,10 +240,10 @@ def _prepare(
             f"{function}: k has {N} tokens but q has {T}, and every token is both, unless"
             f" query_points say where the queries stand (q {list(q.shape)}, k {list(k.shape)})"
         )
-    place = _as_points(function, "points", points)
+    place = as_points(function, "points", points)
     first = _request.check_points(function, B, N, place, metric, global_tokens)
     place = place[..., first:, :]
-    asking = None if query_points is None else _as_points(function, "query_points", query_points)
+    asking = None if query_points is None else as_points(function, "query_points", query_points)
     if asking is not None:
         _request.check_query_points(function, B, T, place, asking)
     counts = None if num_points is None else _as_counts(function, B, num_points)
@@ -269,7 +269,8 @@ def _prepare(
     return inputs, problem
 
 
-def _as_points(function: str, name: str, points: Points) -> Tensor:
+def as_points(function: str, name: str, points: Points) -> Tensor:
+    """Points as a tensor, of a list or an array too."""
     if not isinstance(points, Tensor):
         return torch.as_tensor(_request.real_array(function, name, points))
     if points.is_complex() or points.dtype == torch.bool:
