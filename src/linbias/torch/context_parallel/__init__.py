@@ -1,8 +1,7 @@
 """Attention over a sequence in shares on several processes: a head fetches what it can reach.
 
-Each process gathers the lengths of all shares and balls that their keys lie in, finds how many
-keys beyond its edges each head cannot do without (`impl.certificate`), gathers these numbers,
-exchanges exactly those keys and values, and attends over [halo, own share, halo].
+It attends over [halo, own share, halo]. docs/guides/many-machines.md says how a halo is found, and
+`impl.certificate` how many keys a head cannot do without.
 """
 
 from collections.abc import Iterator, Sequence
