@@ -67,9 +67,8 @@ class WindowCache(Cache):
 
         Args:
             model: As `linbias.models.load` gives it; it runs without gradients.
-            tolerance: Share of a row's weight that may be missing in a head; None takes 2^-53,
-            2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16, below which rounding
-            loses as much.
+            tolerance: Share of a row's weight that may be missing in a head; None takes that of
+                `linbias.torch.attention`, below which rounding loses as much.
             windows: "adaptive": as few keys as the rows before needed, with a margin; "weights":
             as many as any text can need, from the weights alone; a number for all heads, or one
             for each layer and key/value head.
