@@ -48,8 +48,8 @@ def prepack(model: Model) -> Model:
 
     Args:
         model: On the CPU, in float32, or in bfloat16 on processors that multiply it (AVX512-BF16);
-        other layers, and those with fewer than 262,144 weights or quantised ones, stay as they
-        are, as do all where PyTorch was built without oneDNN.
+            other layers, and those with fewer than 262,144 weights or quantised ones, stay as they
+            are, as do all where PyTorch was built without oneDNN.
 
     Returns:
         The model, which is changed in place; `unfuse` undoes it.
