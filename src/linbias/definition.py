@@ -213,7 +213,7 @@ def attention(
         >>> attention(q[0], k[0], v[0].repeat(2, 1), [np.inf, 0.0], num_heads=2).round(4).tolist()
         [[1.0, 1.0], [2.0, 1.5], [4.0, 2.3333]]
 
-    Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
+    Source: Press, Smith and Lewis, ICLR 2022, section 3.
     """
     if num_heads is not None:
         q, k, v = split_heads("attention", num_heads, q, k, v)

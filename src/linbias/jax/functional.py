@@ -135,7 +135,7 @@ def attention(
         >>> attention(q, k, v).shape
         (1, 3, 2, 4)
 
-    Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
+    Source: Press, Smith and Lewis, ICLR 2022, section 3.
     """
     if not options.keys() <= Options.__annotations__.keys():
         _request.refuse_unknown("attention", options, attention)

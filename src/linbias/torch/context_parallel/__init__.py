@@ -202,8 +202,8 @@ def use(
     A model that attends by that function, as those of `linbias.models`, is called on each process
     with its share (`context_parallel.shard(ids, dim=1)`) of the tokens, of the attention mask, and
     of labels that are already those of the next tokens; without a cache. Gradients of weights and
-    slopes are those of the own share, to be added up over the processes, as FSDP does. Where
-    checkpoints of activations are recomputed, the block must hold backward as well.
+    slopes are the own share's, to be added up, as FSDP does. Where checkpoints of activations are
+    recomputed, the block must hold backward as well.
 
     Args:
         group, halo, lengths, check: As for `attention`; padding needs halo="negotiate".

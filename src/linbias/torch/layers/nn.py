@@ -42,9 +42,9 @@ class MultiheadAttention(nn.Module):
     Points know no left and right: the variant must be `symmetric` or `none`, and the slopes are
     those to the left.
 
-    Processes may share the heads (PyTorch's tensor parallelism): `ColwiseParallel` on q_proj,
-    k_proj and v_proj, and `RowwiseParallel` on out_proj. Gradients of learned slopes are then of a
-    process's own heads alone.
+    Tensor parallelism shares the heads: `ColwiseParallel` on q_proj, k_proj and v_proj, and
+    `RowwiseParallel` on out_proj. Gradients of learned slopes are then of a process's own heads
+    alone.
 
     Args:
         embed_dim: Width of query and output.

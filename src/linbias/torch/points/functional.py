@@ -146,9 +146,8 @@ def attention_points(
         >>> attention_points(q[:, :, :1], k, v, patches, query_points=between).shape
         torch.Size([2, 2, 1, 8])
 
-    Source: Press, Smith and Lewis, ICLR 2022, section 3; on planes: Fuller, Millard and Green,
-    "CROMA", NeurIPS 2023 (patches of satellite images) and Ding et al., "TITAN", 2024 (tiles of
-    pathology slides, and one global token).
+    Source: Fuller, Millard and Green, "CROMA", NeurIPS 2023 (satellite images); Ding et al.,
+    "TITAN", 2024 (pathology slides, with a global token).
     """
     function = "attention_points"
     if unknown:
