@@ -63,9 +63,7 @@ def attention(
             float64 if one of them is.
         slopes, causal, right_slopes, scale, key_range, query_start, positions, query_positions,
             window, query_range, return_lse: As for `linbias.attention`.
-        tolerance: Largest share of a row's probability that far keys, never read, may hold
-            together; None means 2^-53, 2^-24, 2^-14 and 2^-12 for float64, float32, float16 and
-            bfloat16, 0 reads every key.
+        tolerance: As for `linbias.torch.attention`.
         num_threads: Threads to use, at least 1.
 
     Returns:

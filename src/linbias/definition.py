@@ -165,10 +165,7 @@ def attention(
     head h // (H // G). Everything is computed in float64.
 
     With positions, key s stands at x[s] and query t at xq[t] = x[p]: the distances p - s and s - p
-    become xq[t] - x[s] and x[s] - xq[t], for time stamps, or the sums of -log of forget gates
-    (slopes 1). Which side a key is on, and what is hidden, goes by order alone, also among keys at
-    one place. If causal=False without query_start, order is that of the positions: keys come in
-    any order, and a query of its own position stands at the last key that is not beyond it.
+    become xq[t] - x[s] and x[s] - xq[t]. `linbias.torch.attention` says more of them.
 
     Args:
         q: [..., H, T, D], any real dtype; leading axes are batch axes (none, one or more).
@@ -188,19 +185,11 @@ def attention(
             have their own, of that which ends last).
         mask: Broadcasts to [..., H, T, S]. Bool: True takes part; keys that it hides must still be
             finite. Floating point, below inf: added to the scores, -inf hides.
-        positions: [..., S] or [..., H, S], or [S] for all batch rows: where keys stand. float32
-            or float64 within 2^53 of 0, integers within 2^53 of each other, or datetime64 and
-            timedelta64, which count in their own unit. Never falling within the range of keys,
-            unless order is that of the positions; outside the range they may be anything. None:
-            key s at s.
-        query_positions: [..., T], [..., H, T] or [T], likewise: where queries stand; each between
-            those of the keys before and after it, unless order is that of the positions. None: at
-            key p, 0 <= p < S, or the nearest to it within the range.
-        window: (left, right), integers: a query at p sees only the keys p - left .. p + right, -1
-            for no limit on that side. Counted in keys, also where these have positions.
-        query_range: [..., T, 2] or [T, 2], int32 or int64: first and one past last key that each
-            query sees, beside what else hides keys; 0 <= first <= end <= S. Keys that a range
-            hides must still be finite.
+        positions: [..., S] or [..., H, S], or [S] for all batch rows: where keys stand, as for
+            `linbias.torch.attention`.
+        query_positions: [..., T], [..., H, T] or [T], likewise: where queries stand.
+        window: (left, right), as for `linbias.torch.attention`.
+        query_range: [..., T, 2] or [T, 2], likewise.
         num_heads: H, where the heads lie side by side in the last axis: q [..., T, H * D], k [...,
             S, G * D] and v [..., S, G * E].
         return_lse: Also return lse.
@@ -224,7 +213,7 @@ def attention(
         >>> attention(q[0], k[0], v[0].repeat(2, 1), [np.inf, 0.0], num_heads=2).round(4).tolist()
         [[1.0, 1.0], [2.0, 1.5], [4.0, 2.3333]]
 
-    Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
+    Source: Press, Smith and Lewis, ICLR 2022, section 3.
     """
     if num_heads is not None:
         q, k, v = split_heads("attention", num_heads, q, k, v)

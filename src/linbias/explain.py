@@ -168,7 +168,7 @@ def explain(
     Args:
         q, k, v, slopes, options: As for `attention`.
         tokens: S names for the keys, to be shown.
-        num_heads: H, where the heads lie side by side in the last axis, as for `attention`.
+        num_heads: As for `attention`.
 
     Returns:
         An `Explanation`: arrays per head, query and key, and `table()` to read them.

@@ -46,8 +46,8 @@ def embed(
 
     Beside a .npy file, .ids.json names its rows; beside a .jsonl file, .settings.json says how it
     was made. Rows of the other formats hold id, num_tokens and vector of each document, in order.
-    With --spans they hold spans, the first character of each passage and one past its last, and
-    span_vectors; beside a .npy file, .ids.json and .spans.npy do.
+    With --spans they hold spans (first character, one past the last) and span_vectors; beside a
+    .npy file, .ids.json and .spans.npy do.
 
     \b
     [dim]linbias embed jina-embeddings-v2-base-en book.txt letters/*.txt -o vectors.npy[/]

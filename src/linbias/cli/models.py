@@ -62,8 +62,7 @@ def train(
 
     The same command continues an interrupted run; more steps extend a run.
     The loss as it went is in history.jsonl, in the run's folder.
-    --preset annotated is the experiment of the annotated implementation:
-    Tiny Shakespeare by characters, trained at 64, validated at 64 and 80.
+    --preset annotated is the experiment of the annotated implementation.
 
     \b
     [dim]linbias train --seconds 100[/]

@@ -48,11 +48,11 @@ def attention_fn(
     | `none`        | (0, 0)                                     | cross-attention               |
     | `none_causal` | (0, inf)                                   | comparison                    |
 
-    m is `linbias.slopes(H, schedule, max_bias)`. A causal variant needs no causal mask. Masks hide
-    keys: a query that is left without any gives zeros. A single query stands at the last key that
-    its mask shows, which is how far a cache (`decode=True`) is filled; of several the last stands
-    at key S - 1. Masks that are known when tracing and come to one range of keys per batch row run
-    on all implementations, others on `blocked`. Dropout draws another mask for every batch row and
+    m is `linbias.slopes(H, schedule, max_bias)`. A causal variant needs no causal mask. A query
+    that a mask leaves without keys gives zeros. A single query stands at the last key that its
+    mask shows, which is how far a cache (`decode=True`) is filled; of several the last stands at
+    key S - 1. Masks that are known when tracing and come to one range of keys per batch row run on
+    all implementations, others on `blocked`. Dropout draws another mask for every batch row and
     head, whatever `broadcast_dropout` says; `precision` is always the highest.
 
     Args:
@@ -60,8 +60,7 @@ def attention_fn(
         slopes: [H] or [B, H], at least 0 or inf: instead of the variant's, learned ones say.
         right_slopes: Likewise; only for a variant that is not causal.
         schedule, max_bias: As for `linbias.slopes`.
-        window: (left, right), as for `linbias.jax.attention`: how many keys before and after its
-            own a query sees, beside what the variant and the mask hide.
+        window: As for `linbias.jax.attention`, beside what the variant and the mask hide.
         tolerance, implementation: As for `linbias.jax.attention`.
 
     Returns:

@@ -96,29 +96,23 @@ def attention(
         q: [B, T, H, D], float16, bfloat16, float32 or float64 (which needs jax_enable_x64).
         k: [B, S, G, D], dtype of q. H must be a multiple of G.
         v: [B, S, G, E], dtype of q.
-        slopes, causal, right_slopes, scale: As for `linbias.attention`. Values, here and below,
-            are checked where they are known and on the CPU.
-        key_range: [B, 2] or [B, G, 2], integers, as for `linbias.attention`. Traced values are
-            moved to the nearest that is allowed, here and in query_start and query_range.
-        query_start: [B], integers, as for `linbias.attention`.
-        mask: Broadcasts to [B, H, T, S]. Bool: True takes part. Floating point: added to the
-            scores, as the `bias` of `jax.nn.dot_product_attention`. Keys that it hides must still
-            be finite, unless it hides them from every query. `blocked` takes bool; `dense` takes
-            both, and is differentiable in the numbers.
-        positions: [S], [B, S] or [B, H, S], where B may be 1, as for `linbias.attention`, but
-            always sorted: where keys stand instead of at s. NumPy arrays lose nothing: they are
-            counted from the largest first, also inside jit, where they are constants. JAX arrays
-            are float32 or int32 unless jax_enable_x64: int32 is exact, float32 counts in steps of
-            64 at 1e9, so that time stamps must first be counted from one of their own.
-        query_positions: [T], [B, T] or [B, H, T], likewise: where queries stand, each between
-            those of the keys before and after it.
-        window: (left, right), integers: a query at p sees only the keys p - left .. p + right, -1
-            for no limit on that side. Counted in keys, also where these have positions.
-        query_range: [T, 2] or [B, T, 2], int32 or int64: first and one past last key that each
-            query sees, beside what else hides keys; 0 <= first <= end <= S. Chunks with context,
-            documents, and with causal=False a prefix that sees itself both ways, without a mask
-            [T, S]. Keys that a range hides must still be finite.
-        key_bound, dropout, tolerance: As for `linbias.torch.attention`.
+        slopes, causal, right_slopes, scale: As for `linbias.torch.attention`. Values, here and
+            below, are checked where they are known and on the CPU.
+        key_range: [B, 2] or [B, G, 2], integers, as there. Traced values are moved to the nearest
+            that is allowed, here and in query_start and query_range.
+        query_start: [B], integers, as there.
+        mask: Broadcasts to [B, H, T, S]. Bool: True takes part. Floating point: added, as the
+            `bias` of `jax.nn.dot_product_attention`. Keys that it hides must still be finite,
+            unless it hides them from every query. `blocked` takes bool; `dense` takes both, and is
+            differentiable in the numbers.
+        positions: [S], [B, S] or [B, H, S], where B may be 1, as there, but always sorted. NumPy
+            arrays lose nothing: they are counted from the largest first, also inside jit, where
+            they are constants. JAX arrays are float32 or int32 unless jax_enable_x64: int32 is
+            exact, float32 counts in steps of 64 at 1e9, so that time stamps must first be counted
+            from one of their own.
+        query_positions: [T], [B, T] or [B, H, T], likewise.
+        window, key_bound, dropout, tolerance: As there.
+        query_range: [T, 2] or [B, T, 2], int32 or int64, as there.
         dropout_key: A key of `jax.random` to draw the dropout mask from, the same for all
             implementations; needed if dropout is not 0.
         implementation: "auto" takes the first that can run the call: `cpu` (the compiled core) and
@@ -141,7 +135,7 @@ def attention(
         >>> attention(q, k, v).shape
         (1, 3, 2, 4)
 
-    Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
+    Source: Press, Smith and Lewis, ICLR 2022, section 3.
     """
     if not options.keys() <= Options.__annotations__.keys():
         _request.refuse_unknown("attention", options, attention)

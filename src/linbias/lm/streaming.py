@@ -247,8 +247,7 @@ def stream(
     Args:
         model: As for `StreamScorer`.
         prompt: Token ids, at least one; an iterator is read `chunk` ids at a time.
-        temperature: Divides the logits before sampling; 0 always takes the likeliest token.
-        top_k: Sample among the k likeliest tokens; 0: among all.
+        temperature, top_k: As for `generate`.
         generator: Of random numbers; None is PyTorch's own.
         chunk: Tokens of the prompt read at once.
         cache: A `WindowCache` for the model, fresh or of the text before; None makes one.

@@ -37,12 +37,12 @@ def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> No
         folder: A local folder as `load` reads it.
         output: The folder to make; refused where it holds config.json or safetensors already.
         back: Write the names and the configuration that the original code reads. The folder must
-        be one that `convert` wrote, or a fine-tuned model that was loaded from an original folder
-        and saved.
+            be one that `convert` wrote, or a fine-tuned model that was loaded from an original
+            folder and saved.
 
     Raises:
         ValueError: The folder holds no such model, or nothing is known of its original; output is
-        not to be written.
+            not to be written.
         OSError: A file could not be written (disk full); output holds no model then.
     """
     folder, output = Path(folder), Path(output)

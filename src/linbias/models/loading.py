@@ -60,25 +60,25 @@ def load(
 
     Args:
         folder: With config.json and weights (safetensors, or a pickle that is read with
-        weights_only); or a GGUF file with weights in F32, F16, BF16 or Q8_0; what is no folder
-        here is the name of a model on the Hugging Face Hub.
+            weights_only); or a GGUF file with weights in F32, F16, BF16 or Q8_0; what is no folder
+            here is the name of a model on the Hugging Face Hub.
         task: What is made of the weights: "causal", "masked" or "seq2seq" give logits, "sequence"
-        and "token" classify, "base" is the model without a head. None: what the folder was made
-        for; an encoder without a head.
+            and "token" classify, "base" is the model without a head. None: what the folder was
+            made for; an encoder without a head.
         device: None: the first CUDA device, or else the CPU.
         dtype: Of the weights, as such or by name; None: as they are stored, float32 for Q8_0.
-        `torch_dtype` is its former name.
+            `torch_dtype` is its former name.
         new_head: Start what a task adds to the model from fresh weights if the folder lacks it.
         changes: For BLOOM, Falcon and MPT options of `fuse`, such as rounding; else, and beside
-        them, fields of the configuration, such as slope_scale, num_labels and hidden_dropout.
+            them, fields of the configuration, such as slope_scale, num_labels and hidden_dropout.
 
     Returns:
         The model, in evaluation mode.
 
     Raises:
         ValueError: There is no such model, or it is of no family above; weights are missing,
-        unknown, of another shape than the configuration asks for, no floating numbers, NaN or
-        infinite; a file is damaged, or lies outside the folder; or an argument breaks a rule.
+            unknown, of another shape than the configuration asks for, no floating numbers, NaN or
+            infinite; a file is damaged, or lies outside the folder; or an argument breaks a rule.
 
     Example:
         >>> from linbias.models import LinbiasConfig, LinbiasForCausalLM
@@ -194,7 +194,7 @@ def load_tokenizer(folder: str | Path | Files) -> PreTrainedTokenizerBase:
 
     Args:
         folder: As for `load`. The vocabulary of a GGUF file must be one that is rebuilt exactly:
-        byte pairs cut as in GPT-2, MPT, JAIS or BLOOM, or the word pieces of BERT.
+            byte pairs cut as in GPT-2, MPT, JAIS or BLOOM, or the word pieces of BERT.
     """
     files = Files.at("load_tokenizer", folder)
     with one_error("load_tokenizer", files.name):

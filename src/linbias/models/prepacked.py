@@ -38,10 +38,9 @@ _MADV_PAGEOUT = 21  # of Linux 5.4; the module mmap does not name it
 def prepack(model: Model) -> Model:
     """Keep the weights of large linear layers in the order in which oneDNN multiplies.
 
-    Call it last: after `load`, after `fuse`, after adapters are merged. In bfloat16 a prompt then
-    takes a sixth less time on a Xeon with AMX, and a generated token no less (docs/kernels.md).
-    Training, saving, and names of weights are as before: the layers keep their own. A layer whose
-    own weight changes afterwards reads that again.
+    Call it last: after `load`, after `fuse`, after adapters are merged. docs/kernels.md says what
+    that saves. Training, saving, and names of weights are as before: the layers keep their own. A
+    layer whose own weight changes afterwards reads that again.
 
     The memory is that of the weights once more, but not for weights that are mapped from a
     safetensors file, as after loading a folder in its own type: the system takes their pages back.
@@ -49,8 +48,8 @@ def prepack(model: Model) -> Model:
 
     Args:
         model: On the CPU, in float32, or in bfloat16 on processors that multiply it (AVX512-BF16);
-        other layers, and those with fewer than 262,144 weights or quantised ones, stay as they
-        are, as do all where PyTorch was built without oneDNN.
+            other layers, and those with fewer than 262,144 weights or quantised ones, stay as they
+            are, as do all where PyTorch was built without oneDNN.
 
     Returns:
         The model, which is changed in place; `unfuse` undoes it.

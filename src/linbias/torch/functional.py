@@ -137,9 +137,9 @@ def attention(
         window: (left, right), integers: a query at p sees only the keys p - left .. p + right, -1
             for no limit on that side. Counted in keys, also where these have positions.
         query_range: [T, 2] or [B, T, 2], int32 or int64: first and one past last key that each
-            query sees, beside what else hides keys; 0 <= first <= end <= S. Chunks with context,
-            documents, and with causal=False a prefix that sees itself both ways, without a mask
-            [T, S]. Keys that a range hides must still be finite.
+            query sees, beside what else hides keys; 0 <= first <= end <= S. For chunks with
+            context, documents, and with causal=False prefixes that see themselves both ways. Keys
+            that a range hides must still be finite.
         key_bound: [B, G], floating point: at least the norm of every key in the range; all keys
             and values must be finite. Decoding then reads the near keys only, instead of every key
             for its norm. A promise, not checked; an implementation may do without it.

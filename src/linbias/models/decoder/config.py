@@ -24,9 +24,9 @@ class LinbiasConfig(fields.CheckedConfig):
         head_size: Numbers per head, D. None means hidden_size / num_attention_heads.
         intermediate_size: Width inside the feed-forward part. None means 4 * hidden_size.
         position: "alibi", "forget", "cable", "sinusoidal", "learned", "rotary", "t5" or "none";
-        see `linbias.models.decoder.positions`.
+            see `linbias.models.decoder.positions`.
         encoder_position: None for a model that predicts the next token. A name makes one that
-        reads in both directions (`LinbiasForMaskedLM`) by this method instead of `position`:
+            reads in both directions (`LinbiasForMaskedLM`) by this method instead of `position`:
             "symmetric", "directional", "asymmetric", "random", "littlebird", "window",
             "sinusoidal", "learned", "rotary", "t5" or "none"; see
             `linbias.models.decoder.bidirectional`.
@@ -37,7 +37,7 @@ class LinbiasConfig(fields.CheckedConfig):
             from which slope_scale="interpolate" acts.
         slope_schedule: ALiBi slopes, a name known to `linbias.slopes`.
         slope_scale: Factor on the ALiBi slopes; "interpolate" multiplies by train_length / S
-        wherever a row has S > train_length keys (arXiv 2310.13017). S is that of each call, so
+            wherever a row has S > train_length keys (arXiv 2310.13017). S is that of each call, so
             that cached decoding beyond train_length no longer equals one forward over the whole
             text.
         rotary_base: Ratio of the slowest rotary wavelength to the fastest.
@@ -50,7 +50,7 @@ class LinbiasConfig(fields.CheckedConfig):
         initializer_range: Standard deviation of fresh weights.
         tie_word_embeddings: Read the output weights from the token embedding.
         attention_implementation: Name handed to `linbias.torch.attention`; only "alibi", "forget"
-        and "cable" use it. Transformers' own `attn_implementation` is not used.
+            and "cable" use it. Transformers' own `attn_implementation` is not used.
         use_cache: Keep keys and values for decoding when the model is not training.
 
     Raises:

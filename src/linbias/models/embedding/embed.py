@@ -71,17 +71,17 @@ def embed(
         cls:   vector = last_hidden_state of the first token
         span:  vector = mean over the tokens of a span of last_hidden_state
 
-    A document is read whole, however long, with its special tokens; the vectors of its spans come
-    from the same pass ("late chunking"), so that each has seen the whole document. A span
-    `(begin, end)` is of characters of the text, from 0, end excluded. It holds each token that
-    shares a character with it, and no special token; spans may overlap.
+    A document is read whole, however long, with its special tokens; so each of its spans has seen
+    all of it ("late chunking"). A span `(begin, end)` is of characters of the text, from 0, end
+    excluded. It holds each token that shares a character with it, and no special token; spans may
+    overlap.
 
     With an output, each batch is kept in the folder `<output>.partial`, and the same call
-    continues after a kill; one that is finished is returned as it is. The output appears at the
-    end: `.npy` holds the vectors [N, hidden_size], with ids, spans and settings in
-    `<output without .npy>.ids.json` and the vectors of all spans, one below the other, in
-    `.spans.npy`; `.jsonl`, with settings in `.settings.json`, and `.parquet` hold `id`,
-    `num_tokens`, `vector`, and with spans `spans` and `span_vectors` of each.
+    continues after a kill; one that is finished is returned as it is. At the end `.npy` holds the
+    vectors [N, hidden_size], with ids, spans and settings in `<output without .npy>.ids.json` and
+    the vectors of all spans in `.spans.npy`; `.jsonl`, with settings in `.settings.json`, and
+    `.parquet` hold `id`, `num_tokens`, `vector`, and with spans `spans` and `span_vectors` of
+    each.
 
     Args:
         folder: An encoder as `load` reads it, with its tokenizer.
@@ -90,16 +90,15 @@ def embed(
         output: File to write, which must not exist or be of the very same run; None: none.
         pooling: "mean" or "cls". jina-embeddings-v2 were trained with the mean.
         normalize: Divide each vector by its Euclidean norm.
-        spans: Of what to make vectors beside those of documents. "sentences": of sentences, which
-            end at . ! ? before white space, unless a small letter follows, at those of other
-            scripts, and before an empty line. A number: of so many tokens each, the last of a
-            document perhaps of fewer. A function: of the pairs that it makes of a text. Or the
-            pairs themselves, for each document. None: of nothing.
+        spans: "sentences", which end at . ! ? before white space, unless a small letter follows,
+            at those of other scripts, and before an empty line; a number: of so many tokens each,
+            the last of a document perhaps of fewer; a function from a text to its pairs; the pairs
+            themselves, for each document; or None.
         max_length: Read at most so many tokens of each document; None: all. What is not read is
             not split either.
         batch_tokens: Tokens per forward pass, padding included; a longer document makes a batch of
             its own.
-        device: Where to compute; None means the first CUDA device, or else the CPU.
+        device: None means the first CUDA device, or else the CPU.
         precision: "fp32", "bf16", or on a GPU "fp16", of the weights; None: as they are stored.
             Means are float32.
         progress: Called with (tokens read, tokens to read) after each batch.

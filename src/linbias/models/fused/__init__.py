@@ -58,8 +58,8 @@ def fuse(
             and product to bfloat16, BLOOM the product to the type of the model (its rounding of
             scores is not repeated). MPT is the same either way.
         implementation: As in `linbias.torch.attention`.
-        slope_scale: Multiply all slopes: a positive factor, or "interpolate", train_length / S for
-            a text of S > train_length tokens.
+        slope_scale: A positive factor on all slopes, or "interpolate", train_length / S for a text
+            of S > train_length tokens.
         train_length: For "interpolate"; None: what the configuration says, if it does.
         heads: Which heads of the model its layers hold, where each process has some of them
             (tensor parallelism); None: all.

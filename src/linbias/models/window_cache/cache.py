@@ -67,25 +67,24 @@ class WindowCache(Cache):
 
         Args:
             model: As `linbias.models.load` gives it; it runs without gradients.
-            tolerance: Share of a row's weight that may be missing in a head; None takes 2^-53,
-            2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16, below which rounding
-            loses as much.
+            tolerance: Share of a row's weight that may be missing in a head; None takes that of
+                `linbias.torch.attention`, below which rounding loses as much.
             windows: "adaptive": as few keys as the rows before needed, with a margin; "weights":
-            as many as any text can need, from the weights alone; a number for all heads, or one
-            for each layer and key/value head.
+                as many as any text can need, from the weights alone; a number for all heads, or
+                one for each layer and key/value head.
             on_uncertified: Where a row may miss more than the tolerance: "count" counts it;
-            "raise" raises `Uncertified`, after which the cache must be reset; "fetch" keeps the
-            dropped keys elsewhere, as far back as the weights let any query need them, and reads
-            them again. Adaptive windows widen from there on in any case.
+                "raise" raises `Uncertified`, after which the cache must be reset; "fetch" keeps
+                the dropped keys elsewhere, as far back as the weights let any query need them, and
+                reads them again. Adaptive windows widen from there on in any case.
             folder: Where "fetch" keeps them, in a folder of its own that is deleted with the cache
-            and its copies; None is host memory.
+                and its copies; None is host memory.
             weights: What `reach_of_weights(model)` gave before, which takes seconds for a large
-            model.
+                model.
 
         Raises:
             ValueError: An option breaks a rule above; the model has no linear biases, or its
-            slopes follow the length of the text; windows="weights" and a layer's weights do not
-            say; the model is fused with rounding="checkpoint".
+                slopes follow the length of the text; windows="weights" and a layer's weights do
+                not say; the model is fused with rounding="checkpoint".
         """
         if on_uncertified not in POLICIES:
             got = f"must be one of {POLICIES}, got {on_uncertified!r}"

@@ -1,8 +1,7 @@
 """Attention over a sequence in shares on several processes: a head fetches what it can reach.
 
-Each process gathers the lengths of all shares and balls that their keys lie in, finds how many
-keys beyond its edges each head cannot do without (`impl.certificate`), gathers these numbers,
-exchanges exactly those keys and values, and attends over [halo, own share, halo].
+It attends over [halo, own share, halo]. docs/guides/many-machines.md says how a halo is found, and
+`impl.certificate` how many keys a head cannot do without.
 """
 
 from collections.abc import Iterator, Sequence
@@ -204,8 +203,8 @@ def use(
     A model that attends by that function, as those of `linbias.models`, is called on each process
     with its share (`context_parallel.shard(ids, dim=1)`) of the tokens, of the attention mask, and
     of labels that are already those of the next tokens; without a cache. Gradients of weights and
-    slopes are those of the own share, to be added up over the processes, as FSDP does. Where
-    checkpoints of activations are recomputed, the block must hold backward as well.
+    slopes are the own share's, to be added up, as FSDP does. Where checkpoints of activations are
+    recomputed, the block must hold backward as well.
 
     Args:
         group, halo, lengths, check: As for `attention`; padding needs halo="negotiate".

@@ -40,13 +40,13 @@ class MultiheadAttention(nn.Module):
     = exp(log_slope), or with learned="sigmoid" `logit_left` and `logit_right`, with slope =
     sigmoid(logit). A hidden side stays hidden. Fixed slopes are not saved.
 
-    A call may say where tokens stand: at `positions` on a line, such as time stamps, or at
-    `points` of a plane or space, such as patches of an image. Points know no left and right: the
-    variant must be `symmetric` or `none`, and the slopes are those to the left.
+    A call may say where tokens stand: at `positions` on a line or at `points` of a plane or space.
+    Points know no left and right: the variant must be `symmetric` or `none`, and the slopes are
+    those to the left.
 
-    Processes may share the heads (PyTorch's tensor parallelism): `ColwiseParallel` on q_proj,
-    k_proj and v_proj, and `RowwiseParallel` on out_proj. Gradients of learned slopes are then of a
-    process's own heads alone.
+    Tensor parallelism shares the heads: `ColwiseParallel` on q_proj, k_proj and v_proj, and
+    `RowwiseParallel` on out_proj. Gradients of learned slopes are then of a process's own heads
+    alone.
 
     Args:
         embed_dim: Width of query and output.
@@ -62,7 +62,7 @@ class MultiheadAttention(nn.Module):
         learned: Train the slopes: True or "sigmoid"; None means True for `asymmetric` only.
         schedule, max_bias: As for `linbias.slopes`.
         metric, global_tokens: As for `linbias.torch.attention_points`, of calls with points. A
-            layer with global tokens, such as a class token, has no others.
+            layer with global tokens has no others.
         window, implementation: As for `linbias.torch.attention`. Points have no window.
         device, dtype: Of the parameters; those of learned slopes are at least float32.
 
@@ -258,9 +258,9 @@ class MultiheadAttention(nn.Module):
             positions: [S], [B, S] or [B, H, S] (without a batch [S] or [H, S]), where the keys
                 stand, as for `linbias.torch.attention`; queries stand at the last T of them.
             points: [B, S, A] or [S, A], where the tokens stand, as for
-                `linbias.torch.attention_points`; those of global tokens may be left out. Query
-                and key are the same tokens, or stand at the same points. Of masks there is
-                key_padding_mask alone, which may hide any tokens; these gather zeros.
+                `linbias.torch.attention_points`; those of global tokens may be left out. Query and
+                key stand at the same points. Of masks there is key_padding_mask alone, which may
+                hide any tokens; these gather zeros.
             query_points: [B, T, A] or [T, A]: where the queries stand, if they are tokens of
                 their own, none of them global; padding then is among the keys.
 

@@ -18,9 +18,8 @@ def replace_attention(
 ) -> list[str]:
     """Put our `MultiheadAttention`, with the same weights, in the place of each of PyTorch's.
 
-    The masks of a call say which keys are seen, and the variant how scores fall: with a causal
-    mask, `symmetric` is `causal`. Make the optimizer afterwards: the parameters are new. Weights
-    saved from the model before still load.
+    Make the optimizer afterwards: the parameters are new. Weights saved from the model before
+    still load.
 
     Args:
         model: Holds `torch.nn.MultiheadAttention` somewhere, as `torch.nn.Transformer` does.

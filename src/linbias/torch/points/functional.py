@@ -95,38 +95,29 @@ def attention_points(
 
     Points come in any order, also several at one place. The first `global_tokens` tokens stand
     nowhere: nothing is subtracted from their scores, nor from those of others with them. Slopes
-    are per unit of the points: for pixels the scores of patches, divide by the patch's size. Query
-    head h reads key/value head h // (H // G). Scores, softmax and sums are float32 for 16-bit
-    inputs and in q's dtype otherwise; distances are float64. Differentiable in q, k, v and slopes,
-    through out and lse; twice, and under `torch.func`, only by `dense`. Autocast works as for
-    `scaled_dot_product_attention`.
-
-    Sets of different size are padded to one N: `num_points` says how many tokens each has. With
-    `query_points` the T queries are other tokens, T = N or not, which see the keys and not each
-    other.
+    are per unit of the points: for pixels the scores of patches, divide by the patch's size.
+    Precision and autocast are as for `attention`; distances are float64. Differentiable in q, k, v
+    and slopes, through out and lse; twice, and under `torch.func`, only by `dense`.
 
     Args:
-        q: [B, H, N, D], float16, bfloat16, float32 or float64, any strides; with query_points
-            [B, H, T, D].
-        k: [B, G, N, D], dtype and device of q. H must be a multiple of G.
+        q: [B, H, N, D], as for `attention`; with query_points [B, H, T, D].
+        k: [B, G, N, D], likewise.
         v: [B, G, N, E], likewise.
         points: [N, A] for all batch rows, or [B, N, A], with A = 1, 2 or 3: real numbers within
             2^100, or integers within 2^53, without a gradient. Those of global tokens go unread.
-        slopes: [H] or [B, H], finite and at least 0. None means `linbias.slopes(H)`; zeros mean no
-            bias. Values, and those of points and num_points, are checked on the CPU and in eager
-            mode.
+        slopes: As for `attention`, but finite. Values, here and below, are checked on the CPU and
+            in eager mode.
         metric: "euclidean", the straight line, or "manhattan", the sum over the axes.
         global_tokens: How many tokens at the front stand nowhere, such as a class token.
         num_points: [B], integers from 0 to N: how many tokens of each row, global ones among them,
-            are no padding. Padding comes last and is never read, whatever q, k, v and points hold
-            there; its own rows are zeros, with lse = -inf. With query_points it counts the keys,
-            and every query is answered: a row without keys with zeros, and lse = -inf.
-        query_points: [T, A] or [B, T, A], as points: where the queries stand, all of them
-            somewhere (for those that stand nowhere call `attention` with slopes of zero), so that
-            global_tokens are keys. None: queries and keys are the same tokens.
-        scale: Factor on q . k. None means D ** -0.5.
-        dropout: As for `attention`, by `blocked` and `dense`.
-        tolerance: As for `attention`; 0 reads every key.
+            are no padding, where sets differ in size. Padding comes last and is never read,
+            whatever it holds; its own rows are zeros, with lse = -inf. With query_points it counts
+            the keys; a row without keys answers with zeros, and lse = -inf.
+        query_points: [T, A] or [B, T, A], as points: where the T queries stand if they are other
+            tokens, which see the keys and not each other. All stand somewhere, so that
+            global_tokens are keys; for those that stand nowhere call `attention` with slopes of
+            zero.
+        scale, dropout, tolerance: As for `attention`; dropout by `blocked` and `dense`.
         implementation: `cpu` is near to far in compiled code, without query_points and dropout,
             and `blocked` in PyTorch operations, both in memory that is linear in N; `dense` holds
             arrays of [B, H, T, N]. "auto" takes the first that can, but `dense` for few tokens.
@@ -155,9 +146,8 @@ def attention_points(
         >>> attention_points(q[:, :, :1], k, v, patches, query_points=between).shape
         torch.Size([2, 2, 1, 8])
 
-    Source: Press, Smith and Lewis, ICLR 2022, section 3; on planes: Fuller, Millard and Green,
-    "CROMA", NeurIPS 2023 (patches of satellite images) and Ding et al., "TITAN", 2024 (tiles of
-    pathology slides, and one global token).
+    Source: Fuller, Millard and Green, "CROMA", NeurIPS 2023 (satellite images); Ding et al.,
+    "TITAN", 2024 (pathology slides, with a global token).
     """
     function = "attention_points"
     if unknown:
