@@ -327,6 +327,9 @@ def test_torch_compiled_with_every_gradient():
         found = []
         for function in (linbias.torch.attention, compiled):
             arrays, given = arguments(BY_NAME[name])
+            if name == "queries-between":  # compilers cannot look where queries stand
+                T, S = arrays[0].shape[2], arrays[1].shape[2]
+                given["query_start"] = torch.full((len(arrays[0]),), S - T)
             out = function(*arrays, **given)
             out.square().sum().backward()
             places = [given[n].grad for n in PLACES if n in given]

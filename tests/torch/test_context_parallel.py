@@ -364,8 +364,16 @@ UNREADABLE = [
     ("read", of_position("rotary"), "is read by linbias.torch.attention alone"),
     ("read", of_position("sinusoidal"), "is read by linbias.torch.attention alone"),
     ("read", of_position("none"), "is read by linbias.torch.attention alone"),
-    ("read", of_position("forget"), "positions of a model, .* not built yet for a sequence in"),
-    ("read", of_position("cable"), "positions of a model, .* not built yet for a sequence in"),
+    (
+        "read",
+        of_position("forget"),
+        "attention: positions of a model, which count from the start of its piece, are",
+    ),
+    (
+        "read",
+        of_position("cable"),
+        "attention: positions of a model, which count from the start of its piece, are",
+    ),
 ]
 
 
