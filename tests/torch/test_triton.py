@@ -163,9 +163,19 @@ def test_each_query_sees_its_own_range_where_keys_are_left_out(case, little_tile
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
-    # But where rows see far keys alone, of whose scores few digits are left.
-    [c for c in RANGED_CASES if c.S >= 100 and c.name != "long-scattered"],
-    ids=str,
+    [
+        pytest.param(
+            case,
+            id=case.name,
+            marks=pytest.mark.xfail(
+                case.name == "long-scattered",
+                reason="rows that see far keys alone: dq is 24% over its budget in float32",
+                strict=False,  # by how much depends on the processor's sums
+            ),
+        )
+        for case in RANGED_CASES
+        if case.S >= 100
+    ],
 )
 def test_each_query_sees_its_own_range_of_many_keys(case, little_tiles):
     check(little(case), "float32")
