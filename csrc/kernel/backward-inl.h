@@ -136,6 +136,26 @@ struct BackwardTask {
         static_cast<W*>(results.dquery_positions)[tile.index(i)] = -work.scratch.pull_sum[i];
       }
       work.finish();
+      if (packed.skips && static_cast<W>(call.tolerance) > kUnitRoundoff<W>) add_missing_gradients(work);
+    }
+  }
+
+  // The gradients of a row's scores would sum up to dlse, had backward left out the blocks that forward did. Where it
+  // left out others, what keys share would stay in dq times the difference. That goes to the key nearest to the row, so
+  // that dq loses what the keys left out differ by from this one (docs/math.md, section 5). A difference below rounding
+  // says nothing.
+  void add_missing_gradients(const Work& work) const {
+    const Tile<W>& tile = work.tile;
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      if (!work.has_keys(i)) continue;
+      const int64_t at = tile.index(i), key = tile.key_nearest_to(i);
+      const W missing = lse_gradient<W>(results, at) - work.scratch.dscore_sum[i];
+      const auto* k = row_of<typename Work::Input>(call.k, tile.b, tile.h / (call.H / call.G), tile.head->first + key);
+      W* dq = static_cast<W*>(results.dq) + at * call.D;
+      for (int64_t d = 0; d < call.D; ++d) dq[d] += static_cast<W>(call.scale) * missing * static_cast<W>(widen(k[d]));
+      if (!dpositions) continue;
+      static_cast<W*>(results.dquery_positions)[at] -=
+          missing * (tile.order + i >= key ? tile.slope[kLeft] : -tile.slope[kRight]);
     }
   }
 
@@ -248,6 +268,7 @@ template <typename WideType, typename In>
 struct BackwardWork {
   using Wide = WideType;
   using W = Wide;
+  using Input = In;
   using PackedHeads = Packed<W>;
   using Packer = PackTask<W, In>;
   using WorkScratch = Scratch<W>;

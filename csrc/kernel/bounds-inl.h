@@ -11,8 +11,11 @@ namespace linbias::LINBIAS_TARGET {
 namespace {
 
 template <typename W>
+constexpr W kUnitRoundoff = static_cast<W>(sizeof(W) == 4 ? 0x1p-24 : 0x1p-53);
+
+template <typename W>
 constexpr W slack_of(int64_t D) {
-  return static_cast<W>(D + 8) * (sizeof(W) == 4 ? static_cast<W>(0x1p-23) : static_cast<W>(0x1p-52));
+  return static_cast<W>(2 * (D + 8)) * kUnitRoundoff<W>;
 }
 
 // Whether neither the squares that add up to this, nor their own squares, vanish or overflow where it matters: what

@@ -122,6 +122,11 @@ struct Tile {
     }
   }
 
+  // Of the keys that row i sees, if it sees any, the one that it stands at or nearest to.
+  int64_t key_nearest_to(int64_t i) const {
+    return limited ? clamp(order + i, row_first[i], row_end[i] - 1) : clamp(order + i, 0, head->num_keys - 1);
+  }
+
   // Whether row i has a key of its own from `key` outwards.
   bool row_sees_beyond(int64_t i, Side side, int64_t key) const {
     return row_first[i] < row_end[i] && (side == kLeft ? row_first[i] <= key : row_end[i] > key);

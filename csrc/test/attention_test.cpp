@@ -501,6 +501,44 @@ void test_slope_gradients_of_large_values() {
   });
 }
 
+// Keys alike, and large, but for a far one so long that no bound holds, across the queries: blocks are left out once
+// their scores are known. No gradient is left of queries, nor of their positions where all keys stand on one side.
+template <typename In>
+void test_what_keys_share_leaves_no_gradient() {
+  const Case cases[] = {{1, 1, 1, 150, 2000, 8, 8},
+                        {1, 1, 1, 150, 2000, 8, 8, false, false, {1000}},
+                        {1, 1, 1, 150, 2000, 8, 8, false, true, {-900}, 0.2},
+                        {.B = 1, .H = 1, .G = 1, .T = 150, .S = 2000, .D = 8, .E = 8, .standing = Standing::gaps},
+                        {.B = 1, .H = 1, .G = 1, .T = 150, .S = 2000, .D = 8, .E = 8, .scattered = true},
+                        {.B = 1, .H = 1, .G = 1, .T = 150, .S = 2000, .D = 8, .E = 8, .window = 9}};
+  for (const Case& c : cases) {
+    Inputs x = draw(c, true);
+    x.left = x.right = {1.0 / 64};
+    std::fill(x.q.begin(), x.q.end(), 0);
+    for (std::int64_t row = 0; row < c.T; ++row) x.q[row * c.D] = 1;
+    std::fill(x.k.begin(), x.k.end(), 8192);
+    x.k[c.causal ? 1 : (c.S - 1) * c.D + 1] = 1e6;
+    std::fill(x.dlse.begin(), x.dlse.end(), 0);
+    if (c.window >= 0) {  // no row sees the key that it stands at, nor others that are longer
+      for (std::size_t i = 0; i < x.query_range.size(); ++i) x.query_range[i] = i % 2 ? 1500 : 100;
+      std::fill(x.k.begin() + 1500 * c.D, x.k.end(), 0x1p20);
+    }
+    on_every_target([&] {
+      Arrays<In> a(c, x);
+      a.call.tolerance = 0.02;
+      forward(a.call, a.results);
+      backward(a.call, a.gradients);
+      const auto largest = [](const auto& of) {
+        double most = 0;
+        for (const double gradient : of) most = std::max(most, std::abs(gradient));
+        return most;
+      };
+      check(largest(a.dq) < 0.2, describe(c, Type<In>::name), "dq of keys alike");
+      if (c.causal) check(largest(a.dxq) < 2e-7, describe(c, Type<In>::name), "dxq of keys that pull alike");
+    });
+  }
+}
+
 // One key and one query: the output is the value, also where it is one of the smallest numbers.
 void test_numbers_of_float16() {
   const Case c{1, 1, 1, 1, 1, 1, 253};
@@ -858,6 +896,8 @@ int main(int count, char** names) {
            test_values_that_are_not_finite_show<double>,
            test_values_that_are_not_finite_show<Half>,
            test_values_that_are_not_finite_show<Brain>,
+           test_what_keys_share_leaves_no_gradient<float>,
+           test_what_keys_share_leaves_no_gradient<double>,
            test_nan_shows<float>,
            test_nan_shows<double>,
            test_nan_shows<Brain>,

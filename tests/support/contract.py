@@ -157,6 +157,45 @@ def check_certificate_holds(subject: Subject, case: Case, tolerance: float) -> N
     assert loss.min() >= -1e-12
 
 
+SHARED = (1e2, 1e4, 1e6)  # what every entry of every key has in common
+
+
+def check_gradients_where_keys_share_a_part(
+    subject: Subject, case: Case, dtype: str, shared: float, tolerance: float
+) -> None:
+    """Queries and their positions lose what docs/math.md, section 5, allows, which knows of keys
+    only how they differ; and something is lost.
+    """
+    inputs = make_inputs(case, dtype)
+    q, k = round_to(inputs.q / shared, dtype), round_to(inputs.k + shared, dtype)
+    inputs = replace(inputs, q=q, k=k)
+    truth = true_attention(inputs, case, seed=SEED)[1]
+    exact, found = (subject.run(inputs, case, dtype, tolerance=t)[1] for t in (0.0, tolerance))
+    readers = case.H // case.G
+    g = np.einsum("bhte,bhse->bhts", inputs.dout, inputs.v.repeat(readers, 1))
+    if case.dropout:  # 0 joins the range of the values
+        low, high = np.minimum(g, 0) / (1 - case.dropout), np.maximum(g, 0) / (1 - case.dropout)
+    else:
+        low, high = g, g
+    weighed = high.max(-1) - low.min(-1) + np.abs(inputs.dlse)
+    centered = k - k.mean(2, keepdims=True)
+    squares = (centered**2).sum(-1)
+    products = centered @ centered.swapaxes(2, 3)
+    apart = (squares[..., None] + squares[..., None, :] - 2 * products).max((2, 3)) ** 0.5
+    scale = case.D**-0.5 if case.scale is None else abs(case.scale)
+    allowed = {"q": scale * apart.repeat(readers, 1)[..., None]}
+    if case.places:  # with a side hidden all keys pull alike
+        right = inputs.left if inputs.right is None else inputs.right
+        allowed["query_positions"] = 0.0 if case.causal else (inputs.left + right)[..., None]
+    for name, spread in allowed.items():
+        rounding, lost = exact[name] - truth[name], found[name] - exact[name]
+        if name == "q":
+            rounding, lost = (np.linalg.norm(x, axis=-1) for x in (rounding, lost))
+        most = 3 * tolerance * weighed * spread + 2 * np.abs(rounding).max()
+        assert (np.abs(lost) <= most).all(), (name, np.abs(lost).max(), np.max(most))
+    assert np.any(found["q"] != exact["q"]), "nothing was left out"
+
+
 @cache
 def _of_indicators(case: Case) -> tuple[Inputs, dict[str, np.ndarray]]:
     """Inputs whose values are indicator columns of key ranges, and the true out and lse."""

@@ -12,6 +12,7 @@ import linbias.torch
 from cases import RANGED_CASES, Case, by_name, short
 from contract import (
     check_case,
+    check_gradients_where_keys_share_a_part,
     check_hidden_keys_may_hold_anything,
     check_where_attained,
     expected,
@@ -551,6 +552,12 @@ def test_dropped_mass_is_at_most_the_tolerance(keys, tolerance, little_tiles):
     loss = -torch.expm1(lse.detach().double() - torch.from_numpy(truth[0]["lse"]))
     assert loss.max() <= tolerance + 1e-5
     assert loss.min() >= -1e-5
+
+
+@pytest.mark.parametrize("causal", (True, False))
+def test_gradients_lose_what_the_tolerance_allows_where_keys_share_a_part(causal, little_tiles):
+    case = Case("shared", B=1, H=2, G=1, T=40, S=160, causal=causal, left="steep")
+    check_gradients_where_keys_share_a_part(TorchSubject("triton"), case, "float32", 1e2, 2.0**-6)
 
 
 @pytest.mark.parametrize(  # decoding, and forward

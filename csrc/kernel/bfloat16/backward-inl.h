@@ -16,6 +16,7 @@ namespace {
 template <typename In>
 struct Bfloat16BackwardWork {
   using Wide = float;
+  using Input = In;
   using PackedHeads = Bfloat16Packed<In>;
   using Packer = Bfloat16PackTask<In>;
   using WorkScratch = Bfloat16Scratch;
@@ -254,9 +255,9 @@ struct Bfloat16BackwardWork {
         weight[i] = Biased::weight(score(s + i));
         const Floats dweight = drop(s + i, load(dweights + (s + i) * kLanes16));
         dscore[i] = weight[i] * (dweight - delta);
+        total += dscore[i];
         if constexpr (kSlopes) {
           const Floats distance = biased.template distances<kPositions>(s + i);
-          total += dscore[i];
           if (one_side) {
             slope[kLeft] += dscore[i] * distance;
             weighted[kLeft] += weight[i] * distance;
@@ -277,12 +278,12 @@ struct Bfloat16BackwardWork {
       }
       store_weights(weight, dscore, of, s);
     }
+    const int64_t at = of.group * kLanes16;
+    add_to(scratch.dscore_sum + at, total);
     if constexpr (!kSlopes) return;
     // In a block to the right all distances are negative.
     const bool to_the_right = biased.far && biased.block > tile.near_last;
     const int nearer = to_the_right ? kRight : kLeft;
-    const int64_t at = of.group * kLanes16;
-    add_to(scratch.dscore_sum + at, total);
     if constexpr (kPositions) add_to(scratch.pull_sum + at, pulls);
     add_to(scratch.slope_sum[nearer] + at, to_the_right ? -slope[kLeft] : slope[kLeft]);
     add_to(scratch.distance_sum[nearer] + at, to_the_right ? -weighted[kLeft] : weighted[kLeft]);
