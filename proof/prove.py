@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 BUILD = FOLDER.parent / "build" / "proof"
-TRIED = ("8.16.1",)
+TRIED = ("8.16.1", "9.2")
 INSTALL = "Debian: apt-get install coq libcoq-flocq"
 THEOREM = re.compile(r"^ *(?:Theorem|Corollary|Lemma|Example|Fact|Remark) +([\w']+)", re.MULTILINE)
 REQUIRED = re.compile(r"From linbias Require(?: Import| Export)?((?:\s+\w+)+)\.")
@@ -171,12 +171,13 @@ def main() -> None:
             print(f"proof: Coq {version} is none of those tried: {', '.join(TRIED)}", flush=True)
         printed = check(options.jobs)
     except NotInstalled as missing:
-        if options.if_installed:
-            print(f"proof: not checked, as {missing}")
-            return
-        sys.exit(f"proof: {missing}")
+        print(f"proof: not checked: {missing}")
+        sys.exit(0 if options.if_installed else 2)
     except Refused as refused:
-        sys.exit(f"{refused}\nproof: refused by Coq {version}")
+        where = re.search(r'(\w+\.v)", line (\d+)', str(refused))
+        place = f"{where[1]}, line {where[2]}" if where else "what Coq was called with"
+        print(f"{refused}\nproof: refused in {place} (Coq {version})")
+        sys.exit(1)
     named = theorems()
     count = sum(map(len, named.values()))
     print(
