@@ -14,7 +14,8 @@ Definition tile_with (c : vec) (distance : nat -> R) D num k v x slope log_sum s
     (seq (low num first_order) (high num last_order - low num first_order))
     (outwards num size num (low num first_order) (high num last_order)).
 
-Lemma tile_with_is_tile D num k : tile_with (center num k) (radius D num k) D num k = tile D num k.
+Lemma tile_with_is_tile D num k :
+  let c := center num k in tile_with c (fun s => norm D (minus (k s) c)) D num k = tile D num k.
 Proof. reflexivity. Qed.
 
 Extract Constant RbaseSymbolsImpl.R => "float".
@@ -37,8 +38,9 @@ Extract Constant Rmin => "(fun (x : float) y -> if x < y then x else y)".
 Extract Constant Rle_dec => "(fun (x : float) y -> x <= y)".
 Extract Constant Rlt_dec => "(fun (x : float) y -> x < y)".
 Extract Constant Req_EM_T => "(fun (x : float) y -> x = y)".
+Extract Constant Z.of_nat => "Fun.id".  (* both are int, and to count up takes long *)
 (* What the definition of the reals brings along, and no program runs. *)
 Extract Constant RbaseSymbolsImpl.Rabst => "(fun _ -> assert false)".
 Extract Constant RbaseSymbolsImpl.Rrepr => "(fun _ -> assert false)".
 Extract Constant ClassicalDedekindReals.sig_forall_dec => "(fun _ -> assert false)".
-Extraction "proved.ml" tile_with center radius out lse log_sum_counted log_sum_given.
+Extraction "proved.ml" tile_with center norm minus out lse log_sum_counted log_sum_given.

@@ -32,7 +32,7 @@ let tile () =
   let log_left = lazy (kept_log_sum Left) and log_right = lazy (kept_log_sum Right) in
   let log_sum = function Left -> Lazy.force log_left | Right -> Lazy.force log_right in
   let c = keep d (center num k) in
-  let distance = keep num (radius d num k) in
+  let distance = keep num (fun s -> norm d (minus (k s) c)) in
   let final, visited =
     tile_with c distance d num k v x slope log_sum size first (first + count - 1) rows tolerance in
   let visited = List.sort compare visited in
