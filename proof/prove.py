@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 BUILD = FOLDER.parent / "build" / "proof"
-TRIED = ("8.16.1", "9.2")
+TRIED = ("8.16.1", "8.20.1", "9.2")
 INSTALL = "Debian: apt-get install coq libcoq-flocq"
 THEOREM = re.compile(r"^ *(?:Theorem|Corollary|Lemma|Example|Fact|Remark) +([\w']+)", re.MULTILINE)
 REQUIRED = re.compile(r"From linbias Require(?: Import| Export)?((?:\s+\w+)+)\.")
