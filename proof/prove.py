@@ -90,17 +90,20 @@ def build_program() -> Path:
 def _check(jobs: int) -> str:
     coq, texts = find_coq(), _texts()
     needed = {
-        name: {x for found in REQUIRED.findall(text) for x in found.split()}
+        name: {x for found in REQUIRED.findall(text) for x in found.split() if x in texts}
         for name, text in texts.items()
     }
     # All theorems together, so that none is forgotten.
     named = [f"@{file}.{name}" for file, names in theorems().items() for name in names]
-    texts["Axioms"] = (
+    texts["Everything"] = (
         f"From linbias Require {' '.join(needed)}.\n"
         f"Definition all_theorems := ({', '.join(named)}).\n"
         "Print Assumptions all_theorems.\n"
     )
-    needed["Axioms"] = set(needed)
+    needed["Everything"] = set(needed)
+    for path in BUILD.glob("*.vo"):  # of files that were there once
+        if path.stem not in texts:
+            path.unlink()
     sorter, running = TopologicalSorter(needed), dict[Future[None], str]()
     sorter.prepare()
     with ThreadPoolExecutor(jobs) as pool:
@@ -111,13 +114,13 @@ def _check(jobs: int) -> str:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 future.result()
                 sorter.done(running.pop(future))
-    return (BUILD / "Axioms.said").read_text(encoding="utf-8")
+    return (BUILD / "Everything.said").read_text(encoding="utf-8")
 
 
 def _check_file(coq: Coq, name: str, text: str, needed: set[str]) -> None:
     """Write NAME.vo, what Coq printed meanwhile, and a sum of what was checked."""
     compiled, said, checked = (BUILD / f"{name}.{x}" for x in ("vo", "said", "checked"))
-    total = hashlib.sha256("\0".join((coq.version, text)).encode()).hexdigest()
+    total = hashlib.sha256("\0".join((coq.version, text, *sorted(needed))).encode()).hexdigest()
     others = [BUILD / f"{other}.vo" for other in needed]
     if checked.exists() and checked.read_text() == total and _is_newer(compiled, others):
         return

@@ -124,10 +124,10 @@ def test_what_changed_is_checked_again_with_what_needs_it(small, monkeypatch):
     assert compiled == []
     small("B.v", "exact one.", "apply one.")
     prove.check()
-    assert [path.rsplit("/")[-1] for path in compiled] == ["B.v", "Axioms.v"]
+    assert [path.rsplit("/")[-1] for path in compiled] == ["B.v", "Everything.v"]
     small("A.v", "Qed.", "Qed. (* again *)")
     prove.check()
-    assert [path.rsplit("/")[-1] for path in compiled[2:]] == ["A.v", "B.v", "Axioms.v"]
+    assert [path.rsplit("/")[-1] for path in compiled[2:]] == ["A.v", "B.v", "Everything.v"]
 
 
 @pytest.mark.processes
@@ -141,6 +141,9 @@ def test_what_is_wrong_is_refused_and_what_is_assumed_is_told(small):
         prove.check()
     small("B.v", "1 = 1.", "1 = 2.")
     assert prove.axioms(prove.check()) == ["A.one"]
+    (prove.FOLDER / "A.v").rename(prove.FOLDER / "C.v")
+    with pytest.raises(prove.Refused, match=r'File ".*B.v", line 1(.|\n)*A'):
+        prove.check()
 
 
 def test_what_is_missing_is_named(monkeypatch):
