@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 OUTPUT ?= output/extrapolate
 
-.PHONY: run test attack mutants check core-test fix bench board gpu sanitize neon macos first-hour wheels debian docs clean
+.PHONY: run test attack mutants check proof core-test fix bench board gpu sanitize neon macos first-hour wheels debian docs clean
 
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
@@ -21,15 +21,19 @@ test: $(VENV)/.dev  ## the tests, two at a time, in 5 to 6 minutes with AVX2; `m
 # Those that look at the processor, on this one as if it had less: LINBIAS_MAX_CPU_TARGET=avx2 make test runs all so.
 LESS := $(PYTEST) -m 'not processes and not thorough' tests/core/test_machine.py tests/fused/test_prepacked.py tests/core/test_cpu.py tests/torch/test_decoding.py
 
-check: $(VENV)/.dev  ## what CI runs: format, lint, types, the core's own test, every test, some as an older processor runs them
+check: $(VENV)/.dev  ## what CI runs: format, lint, types, the proof, the core's own test, every test, some as an older processor runs them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 	$(BIN)/mypy
+	$(PYTHON) proof/prove.py --if-installed
 	$(MAKE) core-test
 	$(PYTEST)
 	LINBIAS_MAX_CPU_TARGET=avx2 $(LESS)
 	LINBIAS_MAX_CPU_TARGET=baseline $(LESS)
+
+proof:  ## check the proof of docs/math.md with Coq, and print the axioms that it rests on (Debian: coq libcoq-flocq)
+	$(PYTHON) proof/prove.py
 
 core-test: $(VENV)/.dev  ## the C++ core's own test, without Python: every target, a model of the matrix unit too, and no warnings
 	$(BIN)/cmake -S . -B build/test -DLINBIAS_TEST=ON -DLINBIAS_WERROR=ON -DLINBIAS_EMULATE_AMX=ON

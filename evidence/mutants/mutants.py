@@ -6,9 +6,9 @@ those of the file or the list, the tests that should notice, and, where nothing 
 survives.
 
 Each is made in a temporary copy of the tree. It is killed when a test fails that passes on the
-unchanged copy, crashes, or runs out of time. A reason to survive that no longer holds is an error.
-Results are kept in build/mutants.jsonl with a hash of the file, the change and the tests: later
-runs repeat only what may differ.
+unchanged copy, crashes, or runs out of time, or when Coq refuses it. A reason to survive that no
+longer holds is an error. Results are kept in build/mutants.jsonl with a hash of the file, the
+change and the tests: later runs repeat only what may differ.
 """
 
 import argparse
@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[2]
 LISTS = Path(__file__).parent
 RECORDS = ROOT / "build" / "mutants.jsonl"
 CORE_TEST = tuple(f"csrc/test/{path.name}" for path in sorted((ROOT / "csrc/test").iterdir()))
+PROOF = tuple(f"proof/{path.name}" for path in sorted((ROOT / "proof").glob("*.v")))
 NOT_COPIED = (".git", ".venv", "build", "dist", "output", "__pycache__", ".*_cache", ".hypothesis")
 
 # Put first on the path of the copy: an editable install would lead back to the tree.
@@ -54,7 +55,8 @@ sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != "ScikitBuild
 class Mutant:
     area: str
     file: str
-    tests: tuple[str, ...]  # arguments of pytest, or "core" and a target: the core's own test
+    # Arguments of pytest; "core" and a target, the core's own test; or "proof", which Coq checks.
+    tests: tuple[str, ...]
     breaks: str  # also its name
     old: str
     new: str
@@ -77,7 +79,8 @@ def test_files(tests: tuple[str, ...]) -> Iterator[str]:
     """The files that hold these tests."""
     for command in tests:
         first, *_ = shlex.split(command)
-        yield from CORE_TEST if first == "core" else (first.split("::")[0],)
+        special = {"core": CORE_TEST, "proof": ("proof/prove.py", *PROOF)}
+        yield from special.get(first, (first.split("::")[0],))
 
 
 def read_mutants() -> list[Mutant]:
@@ -159,9 +162,14 @@ class Workspace:
     def run(self, command: str) -> str | None:
         """Run tests; return the first that fails, or None."""
         words = shlex.split(command)
-        pattern = r"FAILED (.*)"
+        program, pattern = None, r"FAILED (.*)"
         if words[0] == "core":
-            code, output = self.run_program([str(self.build(words[1])), words[1]])
+            program = [str(self.build(words[1])), words[1]]
+        elif words[0] == "proof":
+            program = [sys.executable, str(self.root / "proof/prove.py"), "--jobs", "1"]
+            pattern = r"proof: (refused in .*)"
+        if program:
+            code, output = self.run_program(program)
             if code == 2:
                 raise NoResult(f"this machine cannot run {command}: {output.strip()}")
         else:

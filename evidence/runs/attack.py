@@ -1,15 +1,17 @@
 """Search for a broken certificate and for wrong results: `make attack`.
 
-    python evidence/runs/attack.py                           # both parts, in 20 minutes at most
+    python evidence/runs/attack.py                           # all parts, in 20 minutes at most
     python evidence/runs/attack.py --minutes 1 --part mass   # a quick look at one part
     python evidence/runs/attack.py --seed 5                  # other candidates and calls
     python evidence/runs/attack.py --part calls --first 4000 # goes on where that seed stopped
 
 Part "mass" climbs towards inputs that make an implementation drop as much probability as it can:
-`tests/support/attack_mass.py` says how the mass is measured. Part "calls" holds random calls with
-every option against the definition within the tests' budget: `tests/support/attack_calls.py`.
-Climb n, or call n, is a function of the seed and n alone. A run appends a line to
-evidence/records/attack.jsonl, fills docs/numerics.md, and exits with 1 if anything was wrong.
+`tests/support/attack_mass.py` says how the mass is measured. Part "proved" runs the program that
+is extracted from the proof beside near_to_far and the kernels: `tests/support/attack_proved.py`.
+Part "calls" holds random calls with every option against the definition within the tests' budget:
+`tests/support/attack_calls.py`. Climb, head or call n is a function of the seed and n alone. A run
+appends a line for each part to evidence/records/attack.jsonl, fills docs/numerics.md, and exits
+with 1 if anything was wrong.
 """
 
 import argparse
@@ -20,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "evidence" / "benchmarks"), str(ROOT / "tests" / "support")]
+sys.path[:0] = [str(ROOT / x) for x in ("evidence/benchmarks", "tests/support", "proof")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+import attack_proved as proved  # noqa: E402
 import record  # noqa: E402
 from attack_calls import try_call  # noqa: E402
 from attack_mass import STEPS, climb  # noqa: E402
@@ -42,23 +45,26 @@ _PACE = Pace()
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0, help="most time, of both parts")
-    parser.add_argument("--part", choices=("mass", "calls", "both"), default="both")
+    parser.add_argument("--minutes", type=float, default=20.0, help="most time, of all parts")
+    parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
     parser.add_argument("--candidates", type=int, default=500_000, help="of part mass")
+    parser.add_argument("--heads", type=int, default=3_000, help="of part proved")
     parser.add_argument("--calls", type=int, default=10_000, help="of part calls")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first climb or call")
+    parser.add_argument("--first", type=int, default=0, help="first climb, head or call")
     parser.add_argument("--only", default="", help='such as "cpu avx2 decode"')
     parser.add_argument("--no-record", action="store_true", help="write neither record nor table")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    start, bad = time.monotonic(), False
-    for part, run in (("mass", attack_mass), ("calls", attack_calls)):
-        if options.part not in (part, "both"):
+    stop, bad = time.monotonic(), False
+    for part, (share, run) in PARTS.items():
+        if options.part not in (part, "all"):
             continue
-        half = options.part == "both" and part == "mass"
-        stop = start + options.minutes * 60 / (2 if half else 1)
+        # What a part does not need is left to the next.
+        stop += options.minutes * 60 * (share if options.part == "all" else 1)
         found = run(options, stop)
+        if not found:
+            continue
         bad |= found["bad"]
         if not options.no_record:
             numbers = {"case": f"attack-{part}", "seed": options.seed, "first": options.first}
@@ -96,6 +102,31 @@ def attack_mass(options: argparse.Namespace, stop: float) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - began)}
 
 
+def attack_proved(options: argparse.Namespace, stop: float) -> dict[str, Any]:
+    """Hostile heads, for near_to_far and the kernels in turn, beside the program of the proof;
+    nothing where that cannot be built.
+    """
+    worst: dict[str, dict[str, Any]] = {}
+    failures, number, began = [], options.first, time.monotonic()
+    if reason := proved.why_not():
+        print(f"part proved does not run, as {reason}", file=sys.stderr)
+        return {}
+    while number < options.first + options.heads and time.monotonic() < stop:
+        outcome = proved.attack(options.seed, number)
+        entry = worst.setdefault(outcome.subject, {"tiles": 0, "tighter": 0, "ratio": 0.0})
+        entry["tiles"] += outcome.tiles
+        entry["tighter"] += outcome.tighter
+        entry["ratio"] = max(entry["ratio"], round(outcome.ratio, 6))
+        if outcome.failures:
+            failures.append(number)
+            print(f"\nhead {number}, {outcome.subject}: {'; '.join(outcome.failures)}")
+        number += 1
+        _progress(f"{number - options.first:,} heads, {len(failures)} wrong", began)
+    print(file=sys.stderr)
+    found = {"heads": number - options.first, "next": number, "over": failures, "worst": worst}
+    return found | {"bad": bool(failures), "seconds": round(time.monotonic() - began)}
+
+
 def attack_calls(options: argparse.Namespace, stop: float) -> dict[str, Any]:
     """Random calls, for the implementations in turn."""
     worst: dict[str, dict[str, Any]] = {}
@@ -121,6 +152,14 @@ def attack_calls(options: argparse.Namespace, stop: float) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - began)}
 
 
+# Of the time, what each takes where all run.
+PARTS = {
+    "mass": (0.45, attack_mass),
+    "proved": (0.1, attack_proved),
+    "calls": (0.45, attack_calls),
+}
+
+
 def _progress(text: str, began: float) -> None:
     text += f", {time.monotonic() - began:,.0f} s"
     if sys.stderr.isatty():
@@ -136,15 +175,23 @@ def table() -> str:
         before = newest.get(found["case"])
         goes_on = before and all(before[x] == found[y] for x, y in CONTINUED)
         newest[found["case"]] = _together(before, found) if before and goes_on else found
-    parts = []
+    parts, largest = [], "largest share of `tolerance` dropped"
     if mass := newest.get("attack-mass"):
-        largest = "largest share of `tolerance` dropped"
         rows = [
             [*name.split(", ", 1), f"{x['candidates']:,}", f"{x['ratio']:.3f}", x["dtype"]]
             for name, x in mass["worst"].items()
         ]
         parts.append(markdown(["implementation", "called", "candidates", largest, "in"], rows))
         parts.append(_made(mass, f"{mass['candidates']:,} candidates, climbs"))
+    if checked := newest.get("attack-proved"):
+        head = ["beside the proved program", "tiles", "read less than it", largest]
+        rows = [
+            [name, f"{x['tiles']:,}", f"{x['tighter']:,}", f"{x['ratio']:.3f}"]
+            for name, x in checked["worst"].items()
+        ]
+        wrong = f"{len(checked['over'])} of them" if checked["over"] else "none"
+        said = f"{checked['heads']:,} heads, {wrong} wrong, numbers"
+        parts += [markdown(head, rows), _made(checked, said)]
     if calls := newest.get("attack-calls"):
         rows = [
             [name, f"{x['calls']:,}", str(x["over"]), f"{x['share']:.2f}"]
@@ -166,11 +213,11 @@ def _together(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     worst = {name: dict(entry) for name, entry in before["worst"].items()}
     for name, entry in after["worst"].items():
         there = worst.setdefault(name, {"ratio": 0.0, "share": 0.0})
-        counted = [n for n in ("candidates", "calls", "over") if n in entry]
+        counted = [n for n in ("candidates", "tiles", "tighter", "calls", "over") if n in entry]
         counts = {n: there.get(n, 0) + entry[n] for n in counted}
         measure = "ratio" if "ratio" in entry else "share"
         worst[name] = {**(entry if entry[measure] >= there[measure] else there), **counts}
-    summed = [n for n in ("candidates", "calls", "seconds", "over") if n in after]
+    summed = [n for n in ("candidates", "heads", "calls", "seconds", "over") if n in after]
     sums = {n: before[n] + after[n] for n in summed}
     return {**after, "first": before["first"], "worst": worst, **sums}
 

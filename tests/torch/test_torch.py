@@ -257,6 +257,21 @@ def test_keys_count_although_squares_of_entries_vanish(implementation, dtype, q_
     assert (steep.end - steep.first).max() < 1000
 
 
+@pytest.mark.parametrize("implementation", ("dense", "blocked", "cpu"))
+@pytest.mark.parametrize("start", (60, 3))
+def test_a_key_that_an_infinite_slope_hides_may_hold_nan(implementation, start):
+    """And so may a query that sees no other keys."""
+    q, k, v = torch.randn(3, 1, 1, 40, 4, dtype=torch.float64)
+    options = {"slopes": [torch.inf], "right_slopes": torch.tensor([0.1]), "causal": False}
+    options |= {"query_start": torch.tensor([start]), "return_lse": True}
+    run = functools.partial(linbias.torch.attention, **options, implementation=implementation)
+    expected = run(q, k, v)
+    k[..., 0, 1] = torch.nan
+    q[..., 39, 2] = torch.nan  # it stands behind the last key
+    for found, wanted in zip(run(q, k, v), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("where", ("q", "k", "v"))
 @pytest.mark.parametrize("value", (torch.nan, torch.inf))
 @pytest.mark.parametrize("implementation", OURS)

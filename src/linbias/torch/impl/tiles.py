@@ -134,11 +134,11 @@ class Group:
         for slope, reach in ((self.left, order), (self.right, -order)):
             if slope is None:
                 score.masked_fill_(reach > 0, -torch.inf)
-            elif self.x is not None:
-                score.masked_fill_((reach > 0) & slope.isinf(), -torch.inf)
-            else:
-                # 0 * inf would be NaN: a query always sees its own position.
-                score.sub_(torch.where(reach > 0, slope * reach, 0.0))
+                continue
+            if self.x is None:
+                score.sub_(torch.where(reach > 0, _finite(slope) * reach, 0.0))
+            # Not by a bias of -inf: with a key that is not finite that would be NaN.
+            score.masked_fill_((reach > 0) & slope.isinf(), -torch.inf)
         return self.mask(score, tile, tile.near)
 
     def near_slope(self, order: Tensor) -> Tensor:
