@@ -10,6 +10,8 @@ namespace {
 // A row may lose `tolerance` of its probability: this share of it to keys that are not read, and the rest to blocks
 // whose scores turn out too low once they are there (the bound of the first has to assume that norms align).
 constexpr double kTailShare = 0.75;
+// Rounding may make a row's sum, and its logarithm, too large by less than this, in nats (docs/math.md, section 4).
+constexpr double kSumRounding = 0x1p-7;
 
 // A block is to be left out whose best scores lie `high` above the pivots of some rows, one vector of them from row
 // `from` on, and there weigh `weight`. Say which of these rows it matters to (-1, else 0), and in `total` what is then
@@ -73,7 +75,8 @@ bool is_covered(const Tile<W>& tile, Rows<W>& rows, Side side, int64_t nearest, 
   const W m = tile.slope[side];
   if (!(m > 0)) return false;
   const Call& call = *tile.call;
-  const W share = static_cast<W>(__builtin_log(kTailShare * (call.right ? call.tolerance / 2 : call.tolerance)));
+  const W share =
+      static_cast<W>(__builtin_log(kTailShare * (call.right ? call.tolerance / 2 : call.tolerance)) - kSumRounding);
   const int64_t key = side == kLeft ? nearest * kKeys + kKeys - 1 : nearest * kKeys;
   const W distance = static_cast<W>(side == kLeft ? tile.order - key : key - tile.order);
   const W away = side == kLeft ? W{1} : W{-1}, step = m * (1 - slack);

@@ -423,7 +423,7 @@ struct DecodeTask {
     const double num_unvisited = static_cast<double>(side == kLeft ? key + 1 : row.num_keys - key);
     const double whole = -__builtin_log(-__builtin_expm1(-static_cast<double>(m))),
                  count = __builtin_log(num_unvisited);
-    const double share = __builtin_log(call.right ? call.tolerance / 2 : call.tolerance);
+    const double share = __builtin_log(call.right ? call.tolerance / 2 : call.tolerance) - kSumRounding;
     const W bound = call.key_bound ? static_cast<const W*>(call.key_bound)[row.head] * (1 + slack)
                                    : reach[side][row.head * num_blocks + nearest];
     const W distance = row.positions ? static_cast<W>(__builtin_fabs(row.query_position - row.positions[key]))

@@ -380,7 +380,7 @@ struct PointsForward : PointsTask<W, In> {
   bool is_covered(int64_t x, int64_t rows, int64_t step, const Scratch& scratch) const {
     PointsHead<W>& head = scratch.heads[x];
     const double* tails = scratch.tails + x * 2 * this->tails_step() + step;
-    const double share = __builtin_log(call.tolerance);
+    const double share = __builtin_log(call.tolerance) - kSumRounding;
     const double least = head.top[0] + __builtin_log(tails[0]) - share,
                  most = head.top[1] + __builtin_log(tails[this->tails_step()]) - share;
     for (int64_t n = 0, i = head.open_row; n < rows; ++n, i = i + 1 < rows ? i + 1 : 0) {

@@ -183,7 +183,8 @@ LINBIAS_INLINE Vector<W> exponential(Vector<W> x) {
   return x < Simd<W>::kLowest ? V{} : y * power;
 }
 
-// At most log(x), and no more than 0.06 below it: 2^e f has log2 of at least e + f - 1. For normal x > 0.
+// At most log(x) but for rounding, and no more than 0.06 below it: 2^e f has log2 of at least e + f - 1. For normal
+// x > 0.
 LINBIAS_INLINE float log_from_below(float x) {
   int32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);

@@ -230,6 +230,13 @@ SPECIAL = {
 }
 
 
+def log_share(share: float) -> float:
+    """The log of the share of a row's sum that may stay unread, less what rounding may have added
+    to the sum and its log (docs/math.md, section 4).
+    """
+    return math.log(share) - 2.0**-7 if share else -math.inf
+
+
 def check(function: str, request: Request[Any], layout: str = "BHTD", **asked: bool) -> Problem:
     """Return the problem that arrays of this layout pose, or raise for the first broken rule."""
     q: Described = request.q

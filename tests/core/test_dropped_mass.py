@@ -191,3 +191,22 @@ def test_the_bound_in_jax_allows_for_rounding(first, end):
     for seed in range(first, end):
         arrays = [x.swapaxes(1, 2) for x in large_scores(seed, 2)]
         check_large_scores(lambda t, arrays=arrays: summands_of_jax(*arrays, t), (0.02, 0.012))
+
+
+@pytest.mark.parametrize(("implementation", "size"), (("blocked", 256), ("cpu", 64)))
+def test_the_rounding_of_a_million_weights_costs_nothing_of_the_tolerance(implementation, size):
+    """Each block adds a little more than half a rounding step to a sum of float32, which then
+    gains a whole one; a key of the opposite score makes the bound of all others exact.
+    """
+    S, slope, tolerance = 1_048_409, 2.0**-40, 2.0**-8 / size
+    k = np.zeros(S, np.float32)
+    k[-1] = np.log(2.0**23 * size / (0.5 + 2.0**-6))
+    k[-2] = -k[-1]
+    weights = np.exp(k.astype(np.float64) - slope * np.arange(S)[::-1])
+    keys = torch.tensor(k)[None, None, :, None]
+    found = linbias.torch.visited(
+        torch.ones(1, 1, 1, 1), keys, torch.zeros_like(keys), [slope], scale=1.0,
+        tolerance=tolerance, implementation=implementation,
+    )  # fmt: skip
+    unread = weights[: int(found.first)].sum() / weights.sum()
+    assert 0.5 * tolerance < unread <= tolerance

@@ -8,7 +8,6 @@ and calls attention once over what it has then; beyond a head's own halo lies it
 A halo longer than a piece comes in hops, hop i straight from the i-th neighbour.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
@@ -229,7 +228,7 @@ def needed_halo(
     aligned = jnp.einsum("btgnd,bgd->btgn", rows, center, precision=lax.Precision.HIGHEST)
     most = aligned + norm(rows) * (1 + slack) * reach
     share = problem.tolerance / (2 if inputs.right is None else 4)
-    above = most - lse - (math.log(share) if share else -math.inf)
+    above = most - lse - _request.log_share(share)
 
     def needed(slope: Array, nearest: Array, num_keys: Array, limit: int) -> Array:
         """[G]; nearest [T, 1, 1]: how far the first of num_keys keys beyond lies from a row, which

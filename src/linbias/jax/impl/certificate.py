@@ -13,12 +13,12 @@ left when for every row that is at most `tolerance` times its sum over the keys 
 each, where two sides are open). c is the mean key; the maximum runs over the keys not visited.
 """
 
-import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from linbias._request import log_share
 from linbias.jax import standing
 from linbias.jax.impl.tiles import LEFT, Head, Side
 
@@ -49,7 +49,6 @@ class Certificate:
         aligned = jnp.einsum("btrd,bd->btr", q, center, precision=lax.Precision.HIGHEST)
         base = aligned + slack * (q_norm * largest[:, None, None])
         share = tolerance if head.right is None else tolerance / 2
-        log_share = math.log(share) if share else -math.inf
         radii = lax.cummax(radius, axis=1), lax.cummax(radius, axis=1, reverse=True)
         to_left = to_right = None
         if head.stands is not None:
@@ -58,7 +57,7 @@ class Certificate:
             if head.right is not None:
                 mirrored = log_sums(-x[:, ::-1], inside[:, ::-1], head.right[..., 0, 0])
                 to_right = mirrored[:, ::-1]
-        return cls(head, base, q_norm, radii, (to_left, to_right), log_share, slack)
+        return cls(head, base, q_norm, radii, (to_left, to_right), log_share(share), slack)
 
     def covers(self, side: Side, step: Array, lse: Array) -> Array:
         """Say whether the head may leave out the band of this step and all further outwards.

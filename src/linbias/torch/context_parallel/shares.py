@@ -116,7 +116,7 @@ class Share:
         self.seed = inputs.seed
         # Half of the tolerance for what is not fetched on the open sides; half for the kernel.
         share = p.tolerance / 2 / (1 if p.causal else 2)
-        self.log_share = math.log(share) if share else -math.inf
+        self.log_share = _request.log_share(share)
 
     # What the processes tell each other
 

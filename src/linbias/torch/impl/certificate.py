@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from linbias._request import log_share
+
 LEFT, RIGHT = 0, 1
 
 
@@ -36,7 +38,7 @@ class Certificate:
         radius = radius + 0.0 * v.sum(-1)
         self.reach = radius.cummax(1).values, radius.flip(1).cummax(1).values.flip(1)
         share = tolerance if right is None else tolerance / 2
-        self.log_share = math.log(share) if share else -math.inf
+        self.log_share = log_share(share)
         self.x, self.xq = x, xq
         if x is not None:
             to_left = log_sums(x, left[..., 0])

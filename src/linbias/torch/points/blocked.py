@@ -5,7 +5,6 @@ keys are visited by the distance g of their boxes; for any fixed c no score of o
 scale * q . c + |scale| * |q| * max |k_s - c| - slope * g. Backward visits the same blocks.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linbias._dispatch import Abilities
+from linbias._request import log_share
 from linbias.torch.dropout import keep_mask
 from linbias.torch.impl.certificate import norm
 from linbias.torch.points.geometry import (
@@ -183,8 +183,7 @@ class Certificate:
         sizes = torch.tensor([b.stop - b.start for b in cloud.keys.slices], device=k.device)
         self.log_sizes = sizes.to(self.precise).log()
         self.slopes = slopes.to(self.precise)
-        tolerance = cloud.inputs.tolerance
-        self.log_tolerance = math.log(tolerance) if tolerance else -math.inf
+        self.log_tolerance = log_share(cloud.inputs.tolerance)
 
     def about(self, q: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """For rows q [X, rows, D]: [X, blocks] and [X, rows], whose sum bounds a log from above.
