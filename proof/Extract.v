@@ -1,21 +1,37 @@
 (* The program of Keys.v in OCaml, with floating-point numbers for real ones: proof/run.ml runs it beside
    src/linbias/near_to_far.py and the kernels. *)
-From Coq Require Import Reals List ZArith Extraction ExtrOcamlBasic ExtrOcamlNatInt ExtrOcamlZInt.
+From Coq Require Import Reals List Bool ZArith Extraction ExtrOcamlBasic ExtrOcamlNatInt ExtrOcamlZInt.
 From linbias Require Import Sums Certificate Algorithm NearToFar Keys Instances.
+Import ListNotations.
 Open Scope R_scope.
 
-(* `tile`, where the center of the keys and their distances from it are computed once and handed over. *)
-Definition tile_with (c : vec) (distance : nat -> R) D num k v x slope log_sum size first_order last_order rows tolerance :=
-  let tail (row : query) sd (b : block) :=
+(* `tile`, where what it asks of all keys again and again is handed over: their center, the distance of each from it,
+   and whether all are finite. *)
+Definition tile_with c distance all_finite h log_sum size first_order last_order rows tolerance :=
+  let largest l := fold_right (fun s r =>
+    match distance s, r with Some a, Some r => Some (Rmax a r) | _, _ => None end) (Some 0) l in
+  let most (row : query) sd j :=
+    let known := finite (key_size h) (vector row) && all_finite in
+    match known, length_of h (reals (vector row)), largest (from_here h sd j) with
+    | true, Some q, Some r => Real (dot (key_size h) (reals (vector row)) c + q * r)
+    | _, _, _ => NaN
+    end in
+  let tail row sd b :=
     let j := nearest sd b in
-    dot D (vector row) c + norm D (vector row) * fold_right (fun s r => Rmax (distance s) r) 0 (from_here num sd j)
-    - steepness slope sd * Rabs (place row - x j) + log_sum sd j in
-  attend rows (score_of D k x slope) v keys_of tail (is_steep slope) (is_visible slope) tolerance
-    (seq (low num first_order) (high num last_order - low num first_order))
-    (outwards num size num (low num first_order) (high num last_order)).
+    match slope h sd with
+    | Some m =>
+        if Rlt_dec 0 m then less (less (most row sd j) (m * Rabs (place row - x h j))) (- log_sum sd j) else NaN
+    | None => NaN
+    end in
+  attend rows (score_of h) (v h) keys_of tail (share_of 1 tolerance (is_visible h Left && is_visible h Right))
+    (fun _ _ => false) 0 0
+    (seq (low h first_order) (high h last_order - low h first_order))
+    (outwards h size (2 * num h) Left (low h first_order) (high h last_order)) (is_visible h).
 
-Lemma tile_with_is_tile D num k :
-  let c := center num k in tile_with c (fun s => norm D (minus (k s) c)) D num k = tile D num k.
+Lemma tile_with_is_tile h :
+  let c := center h in
+  tile_with c (fun s => if finite (value_size h) (v h s) then length_of h (minus (reals (k h s)) c) else None)
+    (forallb (fun s => finite (key_size h) (k h s)) (seq 0 (num h))) h = tile h.
 Proof. reflexivity. Qed.
 
 Extract Constant RbaseSymbolsImpl.R => "float".
@@ -43,4 +59,4 @@ Extract Constant Z.of_nat => "Fun.id".  (* both are int, and to count up takes l
 Extract Constant RbaseSymbolsImpl.Rabst => "(fun _ -> assert false)".
 Extract Constant RbaseSymbolsImpl.Rrepr => "(fun _ -> assert false)".
 Extract Constant ClassicalDedekindReals.sig_forall_dec => "(fun _ -> assert false)".
-Extraction "proved.ml" tile_with center norm minus out lse log_sum_counted log_sum_given.
+Extraction "proved.ml" tile_with center norm minus reals finite out lse log_sum_counted log_sum_given.

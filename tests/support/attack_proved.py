@@ -56,6 +56,7 @@ class Head:
     tolerance: float
     x: np.ndarray | None = None  # [S], where the keys stand; by default key s at s
     xq: np.ndarray | None = None  # [T]
+    own_ranges: np.ndarray | None = None  # [T, 2], what each query may see of the key range
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -68,7 +69,16 @@ class Head:
         options["key_range"] = [self.key_range]
         if self.x is not None:
             options |= {"positions": [self.x], "query_positions": [self.xq]}
+        if self.own_ranges is not None:
+            options |= {"query_range": [self.own_ranges]}
         return {name: np.array(x) for name, x in options.items()}
+
+    @property
+    def ranges(self) -> np.ndarray:
+        """[T, 2], the keys that each query may see."""
+        own = np.array([[0, len(self.k)]]) if self.own_ranges is None else self.own_ranges
+        first, end = np.broadcast_to(own, (len(self.q), 2)).clip(*self.key_range).T
+        return np.stack([first, np.maximum(first, end)], 1)
 
 
 @dataclass
@@ -93,6 +103,7 @@ class Read:
     out: np.ndarray  # [rows, E]
 
 
+@np.errstate(invalid="ignore")  # of what is not finite
 def attack(seed: int, number: int, factor: float = 1.0) -> Outcome:
     """Try head `number`, a function of the seed and the number, on the subjects in turn; with a
     certificate that is wrong by a factor.
@@ -120,19 +131,23 @@ def _near_to_far(rng: np.random.Generator, head: Head, tolerance: float, outcome
     out, lse, tiles = visit.out[0, 0], visit.lse[0, 0], visit.tiles[0][0]
     share = head.tolerance / (1 if INF in head.slopes else 2)
     rounding = _rounding(head)
+    # log_sums are of a head, and count keys that other rows see alone.
+    others_count = head.x is not None and head.own_ranges is not None
     for tile, found in zip(tiles, run(head, rows, size), strict=True):
         bounds = [step.bound for step in tile.steps]
         if share and any(abs(bound - math.log(share)) < TIE + rounding for bound in bounds):
             continue
-        if (tile.first, tile.end) != (found.first, found.end) and (
-            tile.first < tile.end or found.first < found.end
-        ):
+        more = tile.first <= found.first and found.end <= tile.end
+        same = more if others_count else (tile.first, tile.end) == (found.first, found.end)
+        if not same and (tile.first < tile.end or found.first < found.end):
             outcome.failures.append(
                 f"rows from {tile.first_row} read keys {tile.first} to {tile.end}, and in the"
                 f" program {found.first} to {found.end}"
             )
+        if others_count:
+            continue
         here = (*_off(out[found.rows], found.out), *_off(lse[found.rows], found.lse))
-        if max(here, default=0.0) > rounding * max(1.0, np.abs(head.v).max()):
+        if max(here, default=0.0) > rounding * max(1.0, _largest(head.v)):
             outcome.failures.append(f"rows from {tile.first_row} are off by {max(here)}")
     outcome.tiles = len(tiles)
     bounds = np.array([(tile.first, tile.end) for tile in tiles]).repeat(rows, 0)[: len(out)]
@@ -151,7 +166,7 @@ def _kernel(head: Head, tolerance: float, outcome: Outcome):
     for tile, read in enumerate(run(head, found.tile_rows, BLOCK_KEYS[outcome.subject])):
         keys = np.arange(read.first, read.end)
         only_there = keys[(keys < first[tile]) | (keys >= end[tile])]
-        share = weights[read.rows, only_there].sum(1).max()
+        share = np.nan_to_num(weights[read.rows, only_there]).sum(1).max()
         outcome.tighter += len(only_there) > 0
         if share > head.tolerance * (1 + TIE):
             outcome.failures.append(f"tile {tile} leaves {share} of what the program reads")
@@ -171,7 +186,7 @@ def _check_unread(
 ) -> None:
     keys = np.arange(len(head.k))
     unread = (keys < first[:, None]) | (keys >= end[:, None])
-    share = float(np.where(unread, weights, 0.0).sum(1).max())
+    share = float(np.where(unread, np.nan_to_num(weights), 0.0).sum(1).max())
     if head.tolerance:
         outcome.ratio = share / head.tolerance
     if share > head.tolerance * (1 + TIE):
@@ -182,53 +197,81 @@ def _check_result(head: Head, out: np.ndarray, lse: np.ndarray, outcome: Outcome
     whole, whole_lse = linbias.attention(
         *head.arrays, **head.options, causal=False, scale=1.0, return_lse=True
     )
-    rounding = _rounding(head)
-    sees = np.isfinite(whole_lse[0, 0])
-    lost = whole_lse[0, 0][sees] - lse[sees]
+    whole, whole_lse, rounding = whole[0, 0], whole_lse[0, 0], _rounding(head)
+    # A value that is not finite spoils the rows that see its key, and may spoil others.
+    spoilt = _visible(head) @ ~np.isfinite(head.v) | np.isnan(whole_lse)[:, None]
+    if not (
+        np.array_equal(np.isnan(lse), np.isnan(whole_lse))
+        and (spoilt <= ~np.isfinite(out)).all()
+        and (~np.isfinite(out) <= ~np.isfinite(whole)).all()
+    ):
+        outcome.failures.append("other rows are not finite than should be")
+    sees = np.isfinite(whole_lse)
+    lost = whole_lse[sees] - lse[sees]
     if lost.size and not -rounding <= lost.min() <= lost.max() <= rounding - math.log1p(
         -head.tolerance
     ):
         outcome.failures.append(f"lse is off by {lost.min()} to {lost.max()}")
-    if not np.array_equal(np.isneginf(lse), ~sees) or out[~sees].any():
+    none = np.isneginf(whole_lse)
+    if not np.array_equal(np.isneginf(lse), none) or np.nan_to_num(out[none]).any():
         outcome.failures.append("a row that sees no key is not zeros and -inf")
-    spread = np.ptp(head.v, axis=0)
-    allowed = head.tolerance * spread + rounding * np.abs(head.v).max()
-    if (np.abs(out - whole[0, 0]) > allowed).any():
-        outcome.failures.append(f"out is off by {np.abs(out - whole[0, 0]).max()}")
+    spread = np.ptp(np.where(np.isfinite(head.v), head.v, 0.0), axis=0)
+    off = np.nan_to_num(np.abs(out - whole))
+    if (off > head.tolerance * spread + rounding * _largest(head.v)).any():
+        outcome.failures.append(f"out is off by {off.max()}")
+
+
+def _visible(head: Head) -> np.ndarray:
+    """[T, S]: which keys each row may see."""
+    keys, place = np.arange(len(head.k)), head.start + np.arange(len(head.q))[:, None]
+    left, right = (not math.isinf(m) for m in head.slopes)
+    sides = np.where(keys < place, left, np.where(keys > place, right, True))
+    first, end = head.ranges.T[..., None]
+    return sides & (keys >= first) & (keys < end)
 
 
 def _off(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):
-        return np.where(found == expected, 0.0, np.abs(found - expected)).ravel()
+        same = (found == expected) | (np.isnan(found) & np.isnan(expected))
+        return np.where(same, 0.0, np.abs(found - expected)).ravel()
 
 
 def _rounding(head: Head) -> float:
     """What two ways to compute a score may differ by."""
-    longest = np.linalg.norm(head.q, axis=1).max() * np.linalg.norm(head.k, axis=1).max()
-    return ROUNDING * (1.0 + longest)
+    longest = [
+        np.linalg.norm(np.nan_to_num(x, posinf=0, neginf=0), axis=1).max()
+        for x in (head.q, head.k)
+    ]
+    return ROUNDING * (1.0 + np.prod(longest))
+
+
+def _largest(x: np.ndarray) -> float:
+    return float(np.abs(x).max(where=np.isfinite(x), initial=0.0))
 
 
 def run(head: Head, rows: int, size: int) -> list[Read]:
     """The tiles of `rows` rows, in the program with blocks of `size` keys."""
-    first, end = head.key_range
-    S, (T, D) = end - first, head.q.shape
+    T, D = head.q.shape
     x = np.arange(len(head.k)) if head.x is None else head.x
     xq = head.start + np.arange(T) if head.xq is None else head.xq
     slopes = [-1.0 if math.isinf(m) else m for m in head.slopes]
-    tiles = [slice(row, min(T, row + rows)) for row in range(0, T, rows)]
+    tiles, firsts = [slice(row, min(T, row + rows)) for row in range(0, T, rows)], []
     words: list[str] = [str(len(tiles))]
     for here in tiles:
-        order = head.start + here.start - first
-        sizes = (D, S, head.v.shape[1], size, here.stop - here.start, int(head.x is not None))
-        words += map(str, (*sizes, order))
+        ranges = head.ranges[here]
+        seen = ranges[ranges[:, 0] < ranges[:, 1]]  # keys that no row sees are not there
+        first, end = (seen[:, 0].min(), seen[:, 1].max()) if len(seen) else (0, 0)
+        firsts.append(first)
+        sizes = (D, end - first, head.v.shape[1], size, len(ranges), int(head.x is not None))
+        words += map(str, (*sizes, head.start + here.start - first))
         arrays = (head.k[first:end], head.v[first:end], x[first:end], head.q[here], xq[here])
         numbers = np.concatenate([[head.tolerance, *slopes], *(a.ravel() for a in arrays)])
-        words += map(repr, numbers.tolist())
+        words += [*map(repr, numbers.tolist()), *map(str, (ranges - first).ravel())]
     done = subprocess.run(
         [build_program()], input=" ".join(words), capture_output=True, text=True, check=True
     )
     found = []
-    for here, line in zip(tiles, done.stdout.splitlines(), strict=True):
+    for here, first, line in zip(tiles, firsts, done.stdout.splitlines(), strict=True):
         count, low, high, *results = line.split()
         assert int(count) == int(high) - int(low), "the keys that are read lie side by side"
         lse, *out = np.array(results, float).reshape(here.stop - here.start, -1).T
@@ -273,6 +316,13 @@ def hostile_head(rng: np.random.Generator, subject: str) -> Head:
         q[rng.random(T) < rng.choice([0.3, 1.0])] = 0.0
     if sometimes(0.1):
         k[rng.integers(S)] *= 1e4
+    if sometimes(0.15):
+        head.own_ranges = np.sort(rng.integers(0, S + 1, (T, 2)))
+    if sometimes(0.1):  # what is not finite, somewhere
+        array = (q, k, head.v)[rng.integers(3)]
+        array[rng.integers(len(array)), rng.integers(array.shape[1])] = rng.choice(
+            [np.nan, INF, -INF]
+        )
     return head
 
 
