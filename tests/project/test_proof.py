@@ -150,14 +150,15 @@ def test_what_is_missing_is_named(monkeypatch):
 def test_near_to_far_reads_what_the_proved_program_reads_and_kernels_no_less_than_they_must(
     program, subject
 ):
-    for number in range(SUBJECTS.index(subject), 60, len(SUBJECTS)):
+    end = 240 if subject == "near_to_far" else 60  # its blocks are small, and the program quick
+    for number in range(SUBJECTS.index(subject), end, len(SUBJECTS)):
         outcome = attack(0, number)
         assert outcome.subject == subject and outcome.failures == []
         assert outcome.tiles and outcome.ratio <= 1
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", (81, 25, 56))
+@pytest.mark.parametrize("number", (84, 64, 35))
 def test_a_certificate_that_is_wrong_by_a_factor_is_noticed(program, number):
     outcome = attack(0, number, factor=100)
     assert outcome.ratio > 1 and outcome.failures != []

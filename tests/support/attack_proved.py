@@ -290,7 +290,7 @@ def hostile_head(rng: np.random.Generator, subject: str) -> Head:
 
     # Windows end somewhere among the keys.
     nats = 3 - math.log(max(tolerance, 2.0**-24))
-    slopes = [float(m) for m in nats / S * np.exp(rng.uniform(0, 3, 2))]
+    slopes = [float(m) for m in nats / S * np.exp(rng.uniform(-1, 3, 2))]
     for side in range(2):
         if sometimes():
             slopes[side] = 0.0
