@@ -129,23 +129,21 @@ def _near_to_far(rng: np.random.Generator, head: Head, tolerance: float, outcome
         tolerance=tolerance, rows=rows, keys=size,
     )  # fmt: skip
     out, lse, tiles = visit.out[0, 0], visit.lse[0, 0], visit.tiles[0][0]
-    share = head.tolerance / (1 if INF in head.slopes else 2)
-    rounding = _rounding(head)
-    # log_sums are of a head, and count keys that other rows see alone.
-    others_count = head.x is not None and head.own_ranges is not None
+    share, rounding = head.tolerance / (1 if INF in head.slopes else 2), _rounding(head)
+    limit = math.log(share) if share else -INF
+    # log_sums are of a head: where rows have ranges, they count keys that other tiles see alone.
+    alike = head.x is None or head.own_ranges is None
     for tile, found in zip(tiles, run(head, rows, size), strict=True):
-        bounds = [step.bound for step in tile.steps]
-        if share and any(abs(bound - math.log(share)) < TIE + rounding for bound in bounds):
+        tie = any(abs(step.bound - limit) < TIE + rounding for step in tile.steps)
+        if tie or not alike:
             continue
-        more = tile.first <= found.first and found.end <= tile.end
-        same = more if others_count else (tile.first, tile.end) == (found.first, found.end)
-        if not same and (tile.first < tile.end or found.first < found.end):
+        if (tile.first, tile.end) != (found.first, found.end) and (
+            tile.first < tile.end or found.first < found.end
+        ):
             outcome.failures.append(
                 f"rows from {tile.first_row} read keys {tile.first} to {tile.end}, and in the"
                 f" program {found.first} to {found.end}"
             )
-        if others_count:
-            continue
         here = (*_off(out[found.rows], found.out), *_off(lse[found.rows], found.lse))
         if max(here, default=0.0) > rounding * max(1.0, _largest(head.v)):
             outcome.failures.append(f"rows from {tile.first_row} are off by {max(here)}")
