@@ -13,9 +13,9 @@ exp(score) of each row. It stops reading a side when the second bound is at most
 that sum, for all rows: what it never reads then holds at most `tolerance` of any row's
 probability. Where keys stand at positions of their own, the sum of exp(-slope * distance) is no
 geometric series, but one scan over the keys has it (`log_sums`). docs/math.md has the proof, and
-what rounding adds to it; proof/ has this very loop as a program, and Coq checks that it keeps the
-promise. The kernels have cheaper and tighter bounds of their own, and allow for the rounding of
-float32; their tests compare what they leave unread with this module.
+what rounding adds to it; proof/ has this loop as a program on real numbers, and Coq checks that
+it keeps the promise. The kernels have cheaper and tighter bounds of their own, and allow for the
+rounding of float32; their tests compare what they leave unread with this module.
 """
 
 import math

@@ -36,8 +36,8 @@ BLOCKS_PER_PROGRAM = 4
 CHUNK = 1024
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-# Covers the device's approximate log2, in bits.
-MARGIN: tl.constexpr = tl.constexpr(2.0**-9)
+# Covers the device's approximate log2 and the rounding of sums (docs/math.md, section 4), in bits.
+MARGIN: tl.constexpr = tl.constexpr(2.0**-6)
 # Keys whose bias is below so many bits carry most of a row's weight.
 PREVIEW_BITS: tl.constexpr = tl.constexpr(3.0)
 # Blocks whose tails are looked at together.

@@ -3,13 +3,12 @@
 region    | kept keys, oldest first | room |      new keys are written into the room
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from linbias._request import Problem
+from linbias._request import Problem, log_share
 from linbias.torch.call import prepare, run
 from linbias.torch.decoding import FEW_QUERIES
 from linbias.torch.operators.operator import Inputs
@@ -27,7 +26,7 @@ class Scores(NamedTuple):
 
     @property
     def most_missed(self) -> float:
-        return math.log(self.tolerance)
+        return log_share(self.tolerance)
 
 
 class Pool:
