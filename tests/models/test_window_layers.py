@@ -137,7 +137,9 @@ def test_rows_that_wait_are_certified_before_rows_are_reordered():
 
 
 def test_dropped_keys_may_weigh_half_of_the_tolerance():
-    """The other half is left to the keys that are kept and not read."""
+    """The other half is left to the keys that are kept and not read; and of this half the rounding
+    of sums takes 0.8%.
+    """
 
     def after_a_step(tolerance: float) -> WindowLayer:
         torch.manual_seed(0)
@@ -147,8 +149,8 @@ def test_dropped_keys_may_weigh_half_of_the_tolerance():
         return one.layer
 
     most = math.exp(after_a_step(2.0**-30).largest_dropped)
-    assert after_a_step(1.99 * most).uncertified == 1
-    assert after_a_step(2.01 * most).uncertified == 0
+    assert after_a_step(2.005 * most).uncertified == 1
+    assert after_a_step(2.025 * most).uncertified == 0
 
 
 @pytest.mark.parametrize("on_uncertified", ["count", "fetch"])
