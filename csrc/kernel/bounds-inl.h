@@ -18,6 +18,9 @@ constexpr W slack_of(int64_t D) {
   return static_cast<W>(2 * (D + 8)) * kUnitRoundoff<W>;
 }
 
+// Rounding may make a row's sum, and its logarithm, too large by less than this, in nats (docs/math.md, section 4).
+constexpr double kSumRounding = 0x1p-7;
+
 // Whether neither the squares that add up to this, nor their own squares, vanish or overflow where it matters: what
 // underflow can take from either sum, its terms times the smallest normal number, is below the rounding of the sum. Not
 // so for 0 and NaN.

@@ -10,8 +10,6 @@ namespace {
 // A row may lose `tolerance` of its probability: this share of it to keys that are not read, and the rest to blocks
 // whose scores turn out too low once they are there (the bound of the first has to assume that norms align).
 constexpr double kTailShare = 0.75;
-// Rounding may make a row's sum, and its logarithm, too large by less than this, in nats (docs/math.md, section 4).
-constexpr double kSumRounding = 0x1p-7;
 
 // A block is to be left out whose best scores lie `high` above the pivots of some rows, one vector of them from row
 // `from` on, and there weigh `weight`. Say which of these rows it matters to (-1, else 0), and in `total` what is then
