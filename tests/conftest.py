@@ -79,6 +79,15 @@ def poisoned_memory():
 
 
 @pytest.fixture
+def forced_target():
+    """Have the compiled core run one CPU target, until the test is over."""
+    from linbias.kernels import core
+
+    yield core.force_target
+    core.force_target(None)
+
+
+@pytest.fixture
 def same_start():
     """The same random numbers for every test of a model, and one thread: the models are small."""
     import torch

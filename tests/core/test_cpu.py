@@ -28,12 +28,6 @@ from truth import true_attention
 pytestmark = pytest.mark.skipif(core.target() is None, reason="the core is not compiled here")
 
 
-@pytest.fixture
-def forced_target():
-    yield core.force_target
-    core.force_target(None)
-
-
 CONTRACT = {  # what `make test` runs; in the other dtypes the long ones are for `make check`
     "symmetric": DTYPES,
     "asymmetric-per-batch": DTYPES,

@@ -20,12 +20,6 @@ ON_EVERY_TARGET = (
 )
 
 
-@pytest.fixture
-def forced_target():
-    yield core.force_target
-    core.force_target(None)
-
-
 def is_quick(case, dtype):
     return case in short(PLACED_CASES) or dtype == (
         "bfloat16" if "symmetric" in case.name else "float32"

@@ -18,12 +18,6 @@ LONG = [case for case in CASES + PLACED_CASES + RANGED_CASES if case.name in NAM
 IN_LARGE_BLOCKS = [case for case in LONG if case.name in NAMES[:4]]
 
 
-@pytest.fixture
-def forced_target():
-    yield core.force_target
-    core.force_target(None)
-
-
 @pytest.mark.skipif(core.target() is None, reason="the core is not compiled here")
 @pytest.mark.parametrize(
     ("case", "dtype", "shared", "target"),
