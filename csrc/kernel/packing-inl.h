@@ -21,6 +21,7 @@ struct Packing {
   bool backward;
   bool skips;      // whether blocks may be left out
   bool certify;    // whether a certificate says which: forward asks, backward takes what forward found
+  bool measures;   // whether it is known how long keys and queries are: `certify`, or what else needs it
   bool by_spread;  // whether queries see so many keys that the spread of blocks can save some of them
   bool by_head = false;
 
@@ -30,6 +31,7 @@ struct Packing {
         backward(for_backward),
         skips(num_blocks > kFewBlocks),
         certify(skips && !backward),
+        measures(certify),
         by_spread(certify && (!call.query_range || most_seen(call) > kManyKeys)) {}
 
   // Whether heads whose keys and values take so many bytes stay in a worker's cache.
@@ -122,7 +124,7 @@ struct PackTask {
     head.num_blocks = round_up(head.num_keys, kKeys) / kKeys;
     head.radius = packed.radius.data + slot * packed.num_blocks;
     head.center_norm = head.largest = 0;
-    if (packed.certify) {
+    if (packed.measures) {
       head.center = packed.center.data + slot * packed.padded_D;
       head.spread = packed.spread.data + slot * packed.num_blocks;
     }
@@ -227,11 +229,10 @@ struct PackTask {
 template <typename Pack>
 void pack_head(const Pack& pack, int64_t index, int64_t slot, int worker) {
   pack.set_up_head(index, slot);
-  if (pack.packed.certify) pack.find_center(index);
+  if (pack.packed.measures) pack.find_center(index);
   pack.pack(index, slot, 0, pack.packed.num_blocks, worker);
-  if (!pack.packed.certify) return;
-  pack.find_largest(pack.packed.heads.data[index]);
-  pack.bound_tails(index, slot);
+  if (pack.packed.measures) pack.find_largest(pack.packed.heads.data[index]);
+  if (pack.packed.certify) pack.bound_tails(index, slot);
 }
 
 // Pack all heads, each into its own slot, a step at a time.
@@ -242,7 +243,7 @@ void pack_all(Pack& pack) {
   const int64_t steps = round_up(pack.packed.num_blocks, Pack::kBlocksAtOnce) / Pack::kBlocksAtOnce;
   for (int64_t index = 0; index < num_heads; ++index) pack.set_up_head(index, index);
   const Task center = [](void* context, int64_t index, int) { static_cast<Pack*>(context)->find_center(index); };
-  if (pack.packed.certify) parallel(call, num_heads, center, &pack);
+  if (pack.packed.measures) parallel(call, num_heads, center, &pack);
   const Task blocks = [](void* context, int64_t task, int worker) {
     const Pack& self = *static_cast<Pack*>(context);
     const int64_t count = round_up(self.packed.num_blocks, Pack::kBlocksAtOnce) / Pack::kBlocksAtOnce;
@@ -250,8 +251,10 @@ void pack_all(Pack& pack) {
     self.pack(index, index, from, from + Pack::kBlocksAtOnce, worker);
   };
   parallel(call, num_heads * steps, blocks, &pack);
+  for (int64_t index = 0; pack.packed.measures && index < num_heads; ++index) {
+    pack.find_largest(pack.packed.heads.data[index]);
+  }
   if (!pack.packed.certify) return;
-  for (int64_t index = 0; index < num_heads; ++index) pack.find_largest(pack.packed.heads.data[index]);
   const Task bound = [](void* context, int64_t index, int) { static_cast<Pack*>(context)->bound_tails(index, index); };
   parallel(call, num_heads, bound, &pack);
 }

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "kernel/backward-inl.h"
-#include "kernel/bfloat16/tile-inl.h"
+#include "kernel/bfloat16/precision-inl.h"
 
 namespace linbias::LINBIAS_TARGET {
 namespace {
@@ -20,7 +20,7 @@ struct Bfloat16BackwardWork {
   using PackedHeads = Bfloat16Packed<In>;
   using Packer = Bfloat16PackTask<In>;
   using WorkScratch = Bfloat16Scratch;
-  using Negligible = OfGroups;
+  using Negligible = TermsOfGroups;
   static constexpr bool kScaledQueries = false;
   static constexpr int kTerms = kTermsOf<In>;
   static constexpr bool kFine = kTerms > 1;
@@ -39,11 +39,21 @@ struct Bfloat16BackwardWork {
   double* dpositions;  // likewise, or null
   int dout_terms = 0;
   MatrixUnit unit{};
+  Precision<kTerms> precision{scratch};
+
+  // What was taken of a block: how many keys each group of queries sees, and in how many terms.
+  struct Taken {
+    int64_t shown[kGroups] = {};
+    int terms[kGroups] = {};
+  };
 
   bool has_keys(int64_t i) const { return scratch.pivot[i] != kInfinity<float>; }
 
   void begin() {
     load_query_terms<In>(tile, packed, scratch);
+    // Gradients of slopes, and of positions, weigh errors by distance: they ask for all terms.
+    const bool by_distance = results.dleft || dpositions;
+    precision.begin(call, packed.measures && !by_distance ? largest_score() : kInfinity<float>);
     pack_over_queries(scratch.rows_of(packed.deep_D, kTerms), packed.padded_D, scratch.q_pairs);
     load_output_gradient();
     __builtin_memset(scratch.acc, 0, sizeof(float) * static_cast<size_t>(kRows * packed.padded_D));
@@ -51,6 +61,15 @@ struct Bfloat16BackwardWork {
          ++group) {
       clear(group, 0);
     }
+  }
+
+  // The most that a score can be before its bias.
+  float largest_score() const {
+    float longest = 0;
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      longest = larger_or_nan(longest, length_of_query<In>(tile, packed, scratch, i));
+    }
+    return longest * (tile.head->center_norm + tile.head->largest);
   }
 
   // Load dout in the forms that products want, and find its number of terms, the delta of each query and its pivot. For
@@ -134,56 +153,69 @@ struct Bfloat16BackwardWork {
   static uint32_t* words_of(uint16_t* rows) { return reinterpret_cast<uint32_t*>(rows); }
 
   // Add what a block gives, unless for a group of queries those beyond were negligible and it is, too.
-  void visit(int64_t block, OfGroups& negligible) {
-    const Terms<uint16_t> keys = packed.keys_at(slot, block), values = packed.values_at(slot, block),
-                          keys_transposed = packed.keys_transposed_at(slot, block);
-    const Terms<uint32_t> q = columns_of(scratch.q_columns, packed.deep_D, kTerms),
-                          dout = columns_of(scratch.dout_columns, packed.deep_E, dout_terms),
-                          dscores = {scratch.pairs, kLanes16, kTerms, kPairsStep};
-    const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
+  void visit(int64_t block, TermsOfGroups& expected) {
     Biased biased(tile, block);
-    int64_t most_shown = 0, all_shown[kGroups] = {};
+    Taken taken;
     if (biased.positioned) __builtin_memset(scratch.pulls, 0, sizeof(float) * kGroupScores);
-    const int64_t at_once = packed.groups_at_once();
-    for (int64_t first = 0; first * kLanes16 < tile.rows; first += at_once) {
-      QueryGroups groups(biased, first, first + at_once);
-      groups.multiply(unit, keys, q, scratch.score);
-      for (int64_t group = groups.first; group < groups.end; ++group) {
-        int64_t& shown = groups.shown[group];
-        if (shown > 0 && negligible.of[group]) {
-          biased.turn_to(group);
-          const float* scores = scratch.score + (group - first) * kGroupScores;
-          negligible.of[group] = biased.finite && biased.far && !biased.masked &&
-                                 biased.fits_bits(load(scratch.pivot + group * kLanes16)) &&
-                                 is_group_negligible(biased, group, allowance, scores, scratch);
-          if (negligible.of[group]) shown = 0;
-        }
-        if constexpr (!kFine) clear(group, shown);
-        most_shown = larger_of(most_shown, shown);
-        all_shown[group] = shown;
-      }
-      groups.multiply(unit, values, dout, scratch.dweight);
-      for (int64_t group = groups.first; group < groups.end; ++group) {
-        if (groups.shown[group] == 0) continue;
-        biased.turn_to(group);
-        score_gradients({biased, group, group - first, groups.shown[group]});
-      }
-      groups.add(unit, packed.padded_D, keys_transposed, dscores, scratch.acc);
-    }
+    precision.for_groups(biased, packed.groups_at_once(), expected, [&](int64_t first, int64_t end, int terms) {
+      visit_groups(biased, first, end, terms, expected, taken);
+    });
+    int64_t most_shown = 0;
+    for (const int64_t shown : taken.shown) most_shown = larger_of(most_shown, shown);
     if (most_shown == 0) return;
     if (dpositions) add_pulls(dpositions + block * kKeys, smaller_of(most_shown, biased.num_keys));
-    add_over_queries(most_shown, all_shown, packed.padded_E, dout_terms, scratch.weight_rows, scratch.dout_pairs,
+    add_over_queries(most_shown, taken, packed.padded_E, dout_terms, scratch.weight_rows, scratch.dout_pairs,
                      dv + block * kKeys * packed.padded_E);
-    add_over_queries(most_shown, all_shown, packed.padded_D, 1, scratch.dscore_rows, scratch.q_pairs,
+    add_over_queries(most_shown, taken, packed.padded_D, 1, scratch.dscore_rows, scratch.q_pairs,
                      dk + block * kKeys * packed.padded_D);
   }
 
+  void visit_groups(Biased& biased, int64_t from, int64_t to, int terms, TermsOfGroups& expected, Taken& taken) {
+    const Terms<uint16_t> keys = packed.keys_at(slot, biased.block), values = packed.values_at(slot, biased.block),
+                          keys_transposed = packed.keys_transposed_at(slot, biased.block);
+    const Terms<uint32_t> q = columns_of(scratch.q_columns, packed.deep_D, kTerms),
+                          dout = columns_of(scratch.dout_columns, packed.deep_E, kFine ? terms : dout_terms),
+                          dscores = {scratch.pairs, kLanes16, terms, kPairsStep};
+    const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
+    const Floats nearer = Precision<kTerms>::kMargin / biased.fall();
+    bool again[kGroups] = {};
+    QueryGroups groups(biased, from, to);
+    groups.multiply(unit, keys.first(terms), q.first(terms), scratch.score);
+    for (int64_t group = groups.first; group < groups.end; ++group) {
+      if (groups.shown[group] == 0 || expected.of[group] != TermsOfGroups::kNegligible) continue;
+      biased.turn_to(group);
+      const float* scores = scratch.score + (group - from) * kGroupScores;
+      if (is_group_negligible(biased, group, allowance * precision.certainty(terms), scores, scratch)) {
+        groups.shown[group] = 0;
+      }
+    }
+    groups.multiply(unit, values.first(terms), dout, scratch.dweight);
+    for (int64_t group = groups.first; group < groups.end; ++group) {
+      if (groups.shown[group] == 0) continue;
+      biased.turn_to(group);
+      Floats added;
+      again[group] = !score_gradients({biased, group, group - from, groups.shown[group], terms}, added);
+      if (again[group]) groups.shown[group] = 0;
+      else expected.of[group] = precision.terms_for(group, added * nearer);
+    }
+    groups.add(unit, packed.padded_D, keys_transposed.first(terms), dscores, scratch.acc);
+    for (int64_t group = groups.first; group < groups.end; ++group) {
+      if (again[group]) {
+        visit_groups(biased, group, group + 1, kTerms, expected, taken);
+        continue;
+      }
+      if constexpr (!kFine) clear(group, groups.shown[group]);
+      taken.shown[group] = groups.shown[group];
+      taken.terms[group] = terms;
+    }
+  }
+
   // to[keys, size] += rows[keys, queries] times pairs[queries, size], which pack_over_queries made.
-  void add_over_queries(int64_t keys, [[maybe_unused]] const int64_t (&shown)[kGroups], int64_t size, int terms,
-                        uint16_t* rows, uint32_t* pairs, float* to) {
+  void add_over_queries(int64_t keys, [[maybe_unused]] const Taken& taken, int64_t size, int terms, uint16_t* rows,
+                        uint32_t* pairs, float* to) {
 #if defined(LINBIAS_AMX)
     if constexpr (kFine) {
-      add_groups(unit, keys, size, round_up(tile.rows, kLanes16) / kLanes16, shown,
+      add_groups(unit, keys, size, round_up(tile.rows, kLanes16) / kLanes16, taken.shown, taken.terms,
                  {rows, kColumns, 2 * kKindStep, kKeys * kColumns}, {pairs, size, kRows * size, kLanes16 * size}, to);
       return;
     }
@@ -198,9 +230,12 @@ struct Bfloat16BackwardWork {
   struct Weighing {
     const Biased& biased;
     int64_t group, place, shown;
+    int terms;
   };
 
-  LINBIAS_INLINE void score_gradients(const Weighing& of) {
+  // Find the gradients of the scores of a group; `added` are the sums of its weights. Returns false, with nothing
+  // changed, where these are too large for so few terms.
+  LINBIAS_INLINE bool score_gradients(const Weighing& of, Floats& added) {
     const Biased& biased = of.biased;
     const Floats pivot = load(scratch.pivot + of.group * kLanes16), base = biased.far_base(pivot);
     float* scores = scratch.score + of.place * kGroupScores;
@@ -215,10 +250,9 @@ struct Bfloat16BackwardWork {
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
         return biased.far_score(load(scores + s * kLanes16), s, base);
       };
-      if (dpositions || (biased.positioned && results.dleft)) gradients_of<true, true>(of, score, keep);
-      else if (results.dleft) gradients_of<true, false>(of, score, keep);
-      else gradients_of<false, false>(of, score, keep);
-      return;
+      if (dpositions || (biased.positioned && results.dleft)) return gradients_of<true, true>(of, score, keep, added);
+      if (results.dleft) return gradients_of<true, false>(of, score, keep, added);
+      return gradients_of<false, false>(of, score, keep, added);
     }
     const auto score = [&](int64_t s) __attribute__((always_inline)) {
       const Floats product = load(scores + s * kLanes16);
@@ -231,28 +265,28 @@ struct Bfloat16BackwardWork {
       const Bfloat16Dropout dropout(tile, biased.block);
       const auto drop = [&](int64_t s, Floats x)
                             __attribute__((always_inline)) { return dropout.apply(of.group, s, x); };
-      if (biased.positioned) gradients_of<true, true>(of, score, drop);
-      else gradients_of<true, false>(of, score, drop);
-    } else {
-      if (biased.positioned) gradients_of<true, true>(of, score, keep);
-      else gradients_of<true, false>(of, score, keep);
+      return biased.positioned ? gradients_of<true, true>(of, score, drop, added)
+                               : gradients_of<true, false>(of, score, drop, added);
     }
+    return biased.positioned ? gradients_of<true, true>(of, score, keep, added)
+                             : gradients_of<true, false>(of, score, keep, added);
   }
 
   // Turn the products of a group into weights and gradients of scores, in the forms that products want, and sum what
   // slopes and positions need, if they need it. drop(key, x) is x for the queries that keep the key under dropout.
   template <bool kSlopes, bool kPositions, typename Score, typename Drop>
-  LINBIAS_INLINE void gradients_of(const Weighing& of, const Score& score, const Drop& drop) {
+  LINBIAS_INLINE bool gradients_of(const Weighing& of, const Score& score, const Drop& drop, Floats& added) {
     const Biased& biased = of.biased;
     const Floats delta = load(scratch.delta + of.group * kLanes16);
     const float* dweights = scratch.dweight + of.place * kGroupScores;
-    Floats total{}, slope[2] = {}, weighted[2] = {}, pulls{};
+    Floats weights{}, total{}, slope[2] = {}, weighted[2] = {}, pulls{};
     const bool one_side = biased.far || biased.hidden[kRight];
     for (int64_t s = 0; s < of.shown; s += 2) {
       Floats weight[2], dscore[2];
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i) {
         weight[i] = Biased::weight(score(s + i));
+        weights += weight[i];
         const Floats dweight = drop(s + i, load(dweights + (s + i) * kLanes16));
         dscore[i] = weight[i] * (dweight - delta);
         total += dscore[i];
@@ -278,18 +312,24 @@ struct Bfloat16BackwardWork {
       }
       store_weights(weight, dscore, of, s);
     }
+    added = weights;
+    if (of.terms < kTerms) {
+      if (!precision.admits(of.group, of.terms, weights)) return false;
+      precision.note(of.group, of.terms, weights);
+    }
     const int64_t at = of.group * kLanes16;
     add_to(scratch.dscore_sum + at, total);
-    if constexpr (!kSlopes) return;
+    if constexpr (!kSlopes) return true;
     // In a block to the right all distances are negative.
     const bool to_the_right = biased.far && biased.block > tile.near_last;
     const int nearer = to_the_right ? kRight : kLeft;
     if constexpr (kPositions) add_to(scratch.pull_sum + at, pulls);
     add_to(scratch.slope_sum[nearer] + at, to_the_right ? -slope[kLeft] : slope[kLeft]);
     add_to(scratch.distance_sum[nearer] + at, to_the_right ? -weighted[kLeft] : weighted[kLeft]);
-    if (one_side) return;
+    if (one_side) return true;
     add_to(scratch.slope_sum[kRight] + at, slope[kRight]);
     add_to(scratch.distance_sum[kRight] + at, weighted[kRight]);
+    return true;
   }
 
   // Store the weights of two keys and the gradients of their scores as rows, and the gradients also as pairs.
@@ -299,10 +339,12 @@ struct Bfloat16BackwardWork {
     if constexpr (kFine) {
       for (int i = 0; i < 2; ++i) {
         const int64_t at = (of.group * kKeys + s + i) * kLanes16;
-        store_kinds(weight[i], words_of(scratch.weight_rows) + at, kKindStep);
-        store_kinds(dscore[i], words_of(scratch.dscore_rows) + at, kKindStep);
+        store_kinds(of.terms, weight[i], words_of(scratch.weight_rows) + at, kKindStep);
+        store_kinds(of.terms, dscore[i], words_of(scratch.dscore_rows) + at, kKindStep);
       }
-      store_pairs<kTerms>(dscore[0], dscore[1], pairs, kPairsStep);
+      if (of.terms == 1) store_pairs<1>(dscore[0], dscore[1], pairs, kPairsStep);
+      else if (of.terms == 2) store_pairs<2>(dscore[0], dscore[1], pairs, kPairsStep);
+      else store_pairs<kTerms>(dscore[0], dscore[1], pairs, kPairsStep);
     } else {
       const int64_t at = s * kColumns + of.group * kLanes16;
       uint16_t *weights = scratch.weight_rows + at, *dscores = scratch.dscore_rows + at;

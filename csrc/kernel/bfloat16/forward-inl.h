@@ -4,7 +4,7 @@
 // weights lose nothing, and a block takes one pass from products to pairs of weights.
 #pragma once
 
-#include "kernel/bfloat16/tile-inl.h"
+#include "kernel/bfloat16/precision-inl.h"
 
 namespace linbias::LINBIAS_TARGET {
 namespace {
@@ -17,7 +17,7 @@ struct Bfloat16ForwardWork {
   using PackedHeads = Bfloat16Packed<In>;
   using Packer = Bfloat16PackTask<In>;
   using WorkScratch = Bfloat16Scratch;
-  using Negligible = OfGroups;
+  using Negligible = TermsOfGroups;
   static constexpr int kTerms = kTermsOf<In>;
   static constexpr bool kFine = kTerms > 1;
   using Biased = Bfloat16Biased<kFine>;
@@ -29,6 +29,7 @@ struct Bfloat16ForwardWork {
   WorkScratch& scratch;
   float slack;
   MatrixUnit unit{};
+  Precision<kTerms> precision{scratch};
 
   void begin() {
     load_query_terms<In>(tile, packed, scratch);
@@ -36,80 +37,94 @@ struct Bfloat16ForwardWork {
       scratch.pivot[i] = scratch.row_max[i] = -kInfinity<float>;
       scratch.row_sum[i] = scratch.left_out[i] = 0;
     }
-    if (packed.certify) measure_queries();
+    precision.begin(call, packed.certify ? measure_queries() : kInfinity<float>);
     __builtin_memset(scratch.acc, 0, sizeof(float) * static_cast<size_t>(kRows * packed.padded_E));
   }
 
-  // What the certificate needs of the queries.
-  void measure_queries() {
+  // Find what the certificate needs of the queries. Returns the most that a score can be before its bias.
+  float measure_queries() {
     const Head<float>& head = *tile.head;
-    const float scale = static_cast<float>(call.scale), size = scale < 0 ? -scale : scale;
     const Terms<uint16_t> rows = scratch.rows_of(packed.deep_D, kTerms);
-    const In* q = row_of<In>(call.q, tile.b, tile.h, tile.start);
+    float longest = 0;
     for (int64_t i = 0; i < tile.rows; ++i) {
-      Floats squares{}, aligned{};
+      Floats aligned{};
       for (int64_t d = 0; d < packed.padded_D; d += kLanes16) {
-        const Floats x = sum_of_terms<kTerms>(rows.data + i * rows.row + d, rows.step);
-        squares += x * x;
-        aligned += x * load(head.center + d);
+        aligned += sum_of_terms<kTerms>(rows.data + i * rows.row + d, rows.step) * load(head.center + d);
       }
-      const float length = length_from(sum<float>(squares), q + i * call.q.row, call.D) * size;
-      note_query<float>(head, scratch, i, length, sum<float>(aligned) * scale, slack);
+      note_query<float>(head, scratch, i, length_of_query<In>(tile, packed, scratch, i),
+                        sum<float>(aligned) * static_cast<float>(call.scale), slack);
+      longest = larger_or_nan(longest, scratch.norm[i]);
     }
+    return longest * (head.center_norm + head.largest);
   }
 
   // Add a block to the sums of all queries, unless for a group of them the block before was negligible and this one is,
   // too.
-  void visit(int64_t block, OfGroups& negligible) {
-    const Terms<uint16_t> keys = packed.keys_at(slot, block), values = packed.values_transposed_at(slot, block);
-    const int weight_terms = kFine ? kTerms : call.precise ? 2 : 1;
-    const Terms<uint32_t> q = columns_of(scratch.q_columns, packed.deep_D, kTerms),
-                          weights = {scratch.pairs, kLanes16, weight_terms, kPairsStep};
+  void visit(int64_t block, TermsOfGroups& expected) {
     Biased biased(tile, block);
+    precision.for_groups(biased, packed.groups_at_once(), expected, [&](int64_t first, int64_t end, int terms) {
+      visit_groups(biased, first, end, terms, expected);
+    });
+  }
+
+  void visit_groups(Biased& biased, int64_t from, int64_t to, int terms, TermsOfGroups& expected) {
+    const Terms<uint16_t> keys = packed.keys_at(slot, biased.block),
+                          values = packed.values_transposed_at(slot, biased.block);
+    const Terms<uint32_t> q = columns_of(scratch.q_columns, packed.deep_D, kTerms),
+                          weights = {scratch.pairs, kLanes16, weight_terms(terms), kPairsStep};
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
-    const int64_t at_once = packed.groups_at_once();
-    for (int64_t first = 0; first * kLanes16 < tile.rows; first += at_once) {
-      QueryGroups groups(biased, first, first + at_once);
-      groups.multiply(unit, keys, q, scratch.score);
-      for (int64_t group = groups.first; group < groups.end; ++group) {
-        if (groups.shown[group] == 0) continue;
-        biased.turn_to(group);
-        float* scores = scratch.score + (group - first) * kGroupScores;
-        if (negligible.of[group] && biased.finite && biased.far && !biased.masked &&
-            biased.fits_bits(load(scratch.pivot + group * kLanes16)) &&
-            is_group_negligible(biased, group, allowance, scores, scratch)) {
-          groups.shown[group] = 0;
-          continue;
-        }
-        const Floats added = add_weights(biased, group, scores, scratch.pairs + (group - first) * kGroupPairs);
-        const Lanes small = (Lanes)(added * 16.0f <= allowance * load(scratch.row_sum + group * kLanes16));
-        negligible.of[group] = in_all_lanes(small);
+    const Floats fall = biased.fall(), beyond = Precision<kTerms>::kMargin * fall / (1.0f - fall);
+    bool again[kGroups] = {};
+    QueryGroups groups(biased, from, to);
+    groups.multiply(unit, keys.first(terms), q.first(terms), scratch.score);
+    for (int64_t group = groups.first; group < groups.end; ++group) {
+      if (groups.shown[group] == 0) continue;
+      biased.turn_to(group);
+      float* scores = scratch.score + (group - from) * kGroupScores;
+      if (expected.of[group] == TermsOfGroups::kNegligible &&
+          is_group_negligible(biased, group, allowance * precision.certainty(terms), scores, scratch)) {
+        groups.shown[group] = 0;
+        continue;
       }
-      groups.add(unit, packed.padded_E, values, weights, scratch.acc);
+      Floats added;
+      again[group] = !add_weights(biased, group, terms, scores, scratch.pairs + (group - from) * kGroupPairs, added);
+      if (again[group]) {
+        groups.shown[group] = 0;
+        continue;
+      }
+      const bool small = in_all_lanes((Lanes)(added * 16.0f <= allowance * load(scratch.row_sum + group * kLanes16)));
+      expected.of[group] = small ? TermsOfGroups::kNegligible : precision.terms_for(group, added * beyond);
+    }
+    groups.add(unit, packed.padded_E, values.first(terms), weights, scratch.acc);
+    for (int64_t group = groups.first; group < groups.end; ++group) {
+      if (again[group]) visit_groups(biased, group, group + 1, kTerms, expected);
     }
   }
 
-  // Turn the products of a group into weights in pairs, and add them up. Returns their sums.
-  LINBIAS_INLINE Floats add_weights(const Biased& biased, int64_t group, float* scores, uint32_t* pairs) {
+  int weight_terms(int terms) const { return kFine ? terms : call.precise ? 2 : 1; }
+
+  // Turn the products of a group into weights in pairs, and add them up; `added` are their sums. Returns false, with
+  // nothing changed, where these are too large for so few terms.
+  LINBIAS_INLINE bool add_weights(const Biased& biased, int64_t group, int terms, float* scores, uint32_t* pairs,
+                                  Floats& added) {
     float* pivots = scratch.pivot + group * kLanes16;
     float* sums = scratch.row_sum + group * kLanes16;
-    const bool plain = (kFine || !call.precise) && !(call.dropout > 0);
     if (biased.far && biased.fits_bits(load(pivots)) && in_all_lanes((Lanes)(load(pivots) > -kInfinity<float>))) {
       const Floats base = biased.far_base(load(pivots));
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
         return biased.far_score(load(scores + s * kLanes16), s, base);
       };
       const auto masked = [&](int64_t s) __attribute__((always_inline)) { return biased.unless_masked(score(s), s); };
-      const auto add = [&](int64_t shown, const auto& of) {
-        return plain ? round_weights<true>(biased, group, shown, of, pairs)
-                     : round_weights<false>(biased, group, shown, of, pairs);
-      };
-      const Floats added = biased.masked ? add(biased.end_shown, masked) : add(kKeys, score);
-      if (in_all_lanes((Lanes)(added < kHeadroom))) {
+      added = biased.masked ? round_weights(biased, group, terms, biased.end_shown, masked, pairs)
+                            : round_weights(biased, group, terms, kKeys, score, pairs);
+      const bool few = terms < kTerms;
+      if (few ? precision.admits(group, terms, added) : in_all_lanes((Lanes)(added < kHeadroom))) {
+        if (few) precision.note(group, terms, added);
         store<float>(sums, load(sums) + added);
-        return added;
+        return true;
       }
     }
+    if (terms < kTerms) return false;
     move_pivots(biased, group, scores);
     Floats pivot = load(pivots);
     pivot = pivot == -kInfinity<float> ? Floats{} : pivot;  // of a query that has seen no key: its weights are 0
@@ -122,10 +137,9 @@ struct Bfloat16ForwardWork {
       pivot = Floats{};
     }
     const auto score = [&](int64_t s) __attribute__((always_inline)) { return load(scores + s * kLanes16) - pivot; };
-    const Floats added = plain ? round_weights<true>(biased, group, biased.end_shown, score, pairs)
-                               : round_weights<false>(biased, group, biased.end_shown, score, pairs);
+    added = round_weights(biased, group, terms, biased.end_shown, score, pairs);
     store<float>(sums, load(sums) + added);
-    return added;
+    return true;
   }
 
   // Bias the products of a group in place, raise its pivots to the maxima, and scale what was summed before to them.
@@ -152,37 +166,36 @@ struct Bfloat16ForwardWork {
     float *sums = scratch.row_sum + group * kLanes16, *left_out = scratch.left_out + group * kLanes16;
     store<float>(sums, load(sums) * shrink);
     store<float>(left_out, load(left_out) * shrink);
+    precision.shrink(group, shrink);
     float* acc = scratch.acc + group * kLanes16 * packed.padded_E;
     for (int64_t e = 0; e < packed.padded_E; ++e) store<float>(acc + e * kLanes16, load(acc + e * kLanes16) * shrink);
   }
 
-  // Store 2^score in pairs of keys and in terms, and return the sums from before rounding. A bfloat16 is one term where
-  // it does not matter what rounding loses (kPlain), and two elsewhere.
-  template <bool kPlain, typename Score>
-  LINBIAS_INLINE Floats round_weights(const Biased& biased, int64_t group, int64_t shown, const Score& score,
+  // Store the weights of scores in pairs of keys and in terms, and return the sums from before rounding. A bfloat16 is
+  // one term where it does not matter what rounding loses, and two elsewhere.
+  template <typename Score>
+  LINBIAS_INLINE Floats round_weights(const Biased& biased, int64_t group, int terms, int64_t shown, const Score& score,
                                       uint32_t* pairs) const {
-    constexpr int kWeightTerms = kFine ? kTerms : kPlain ? 1 : 2;
-    Floats total[2] = {};
-    if constexpr (kPlain) {
-#pragma GCC unroll 2
-      for (int64_t s = 0; s < shown; s += 2) {
-        const Floats even = Biased::weight(score(s)), odd = Biased::weight(score(s + 1));
-        total[0] += even;
-        total[1] += odd;
-        store_pairs<kWeightTerms>(even, odd, pairs + s / 2 * kLanes16, kPairsStep);
-      }
-      return total[0] + total[1];
+    if (call.dropout > 0) {
+      const Bfloat16Dropout dropout(tile, biased.block);
+      const auto drop = [&](int64_t s, Floats x) __attribute__((always_inline)) { return dropout.apply(group, s, x); };
+      return store_weights<kFine ? kTerms : 2>(shown, score, drop, pairs);
     }
-    const Bfloat16Dropout dropout(tile, biased.block);
+    const auto keep = [](int64_t, Floats x) __attribute__((always_inline)) { return x; };
+    if (kFine && terms == kTerms) return store_weights<kTerms>(shown, score, keep, pairs);
+    if (weight_terms(terms) == 1) return store_weights<1>(shown, score, keep, pairs);
+    return store_weights<2>(shown, score, keep, pairs);
+  }
+
+  template <int kWeightTerms, typename Score, typename Drop>
+  LINBIAS_INLINE Floats store_weights(int64_t shown, const Score& score, const Drop& drop, uint32_t* pairs) const {
+    Floats total[2] = {};
+#pragma GCC unroll 2
     for (int64_t s = 0; s < shown; s += 2) {
-      Floats even = Biased::weight(score(s)), odd = Biased::weight(score(s + 1));
+      const Floats even = Biased::weight(score(s)), odd = Biased::weight(score(s + 1));
       total[0] += even;
       total[1] += odd;
-      if (call.dropout > 0) {
-        even = dropout.apply(group, s, even);
-        odd = dropout.apply(group, s + 1, odd);
-      }
-      store_pairs<kWeightTerms>(even, odd, pairs + s / 2 * kLanes16, kPairsStep);
+      store_pairs<kWeightTerms>(drop(s, even), drop(s + 1, odd), pairs + s / 2 * kLanes16, kPairsStep);
     }
     return total[0] + total[1];
   }

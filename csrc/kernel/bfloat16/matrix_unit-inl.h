@@ -117,8 +117,9 @@ LINBIAS_INLINE void multiply_strip(MatrixUnit& unit, int64_t depth, Terms<uint16
     unit.load<kSecondFactor>(b_k, b.row * 4);
     if (b.count > 1) unit.load<kSecondFactor + 1>(b_k + b.step, b.row * 4);
     if (b.count > 2) unit.load<kSecondFactor + 2>(b_k + 2 * b.step, b.row * 4);
+    const int most = a.count > b.count ? a.count : b.count;
     for (int term = a.count - 1; term >= 0; --term) {
-      const int count = b.count < kMostTerms - term ? b.count : kMostTerms - term;  // of b, to multiply this term with
+      const int count = b.count < most - term ? b.count : most - term;  // of b, to multiply this term with
       for_each(kEach, [&](auto i) __attribute__((always_inline)) {
         unit.load<kFirstFactor>(a.data + term * a.step + k + i * kLanes16 * a.row, a.row * 2);
         if (count > 2) unit.multiply_add<kFirstSum + i, kFirstFactor, kSecondFactor + 2>();
@@ -225,22 +226,24 @@ struct Kinds {
 
 // c[rows, columns] += a_g[rows, 16] b_g[16, columns] of several groups g of float32, each of which has shown[g] rows: a
 // multiple of 32, as rows is. Each product of kinds adds two of the six products of terms (kPairKinds), the smallest
-// first:
+// first, of which terms[g] = 2 needs the last two, and 1 the last:
 //
 //     a, kind 1: (a0, a2)    b, kind 2: (b2, b0)    a0 b2 + a2 b0
 //     a, kind 0: (a0, a1)    b, kind 1: (b1, b0)    a0 b1 + a1 b0
 //     a, kind 0: (a0, a1)    b, kind 0: (b0, b1)    a0 b0 + a1 b1
 LINBIAS_PRODUCT void add_groups(MatrixUnit& unit, int64_t rows, int64_t columns, int64_t groups, const int64_t* shown,
-                                Kinds<uint16_t> a, Kinds<uint32_t> b, float* c) {
+                                const int* terms, Kinds<uint16_t> a, Kinds<uint32_t> b, float* c) {
   for (int64_t j = 0; j < columns; j += 2 * kLanes16) {
     for (int64_t i = 0; i < rows; i += 2 * kLanes16) {
       Square square(unit, c + i * columns + j, columns, columns - j > kLanes16);
       for (int64_t group = 0; group < groups; ++group) {
         if (shown[group] <= i) continue;
-        square.take(a.at(1, group) + i * a.row, a.row);
-        square.add(b.at(2, group) + j, b.row);
+        if (terms[group] > 2) {
+          square.take(a.at(1, group) + i * a.row, a.row);
+          square.add(b.at(2, group) + j, b.row);
+        }
         square.take(a.at(0, group) + i * a.row, a.row);
-        square.add(b.at(1, group) + j, b.row);
+        if (terms[group] > 1) square.add(b.at(1, group) + j, b.row);
         square.add(b.at(0, group) + j, b.row);
       }
     }

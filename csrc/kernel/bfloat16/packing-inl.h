@@ -25,7 +25,9 @@ struct Bfloat16Packed : Packed<float> {
   Buffer<uint32_t> keys_room;          // [threads, terms, deep_D / 2, 16], with a certificate
 
   Bfloat16Packed(const Call& call, bool for_backward)
-      : Packed<float>(call, for_backward), deep_D(round_up(call.D, 32)), deep_E(round_up(call.E, 32)) {}
+      : Packed<float>(call, for_backward), deep_D(round_up(call.D, 32)), deep_E(round_up(call.E, 32)) {
+    measures = certify || (skips && terms > 1);  // float32 asks how large scores are before it takes fewer terms
+  }
 
   int64_t groups_at_once() const { return columns_at_once(2 * terms * kKeys * larger_of(deep_D, deep_E)); }
 
@@ -40,9 +42,9 @@ struct Bfloat16Packed : Packed<float> {
                            keys_transposed.allocate(slots, rows, terms * padded_D)
                      : values_transposed.allocate(slots, rows, terms * padded_E) &&
                            rows_room.allocate(call.num_threads, kKeys, deep_E)) &&
+           (!measures || (center.allocate(slots, padded_D) && spread.allocate(slots, num_blocks))) &&
            (!certify ||
-            (center.allocate(slots, padded_D) && spread.allocate(slots, num_blocks) && allocate_tails(call, slots) &&
-             keys_room.allocate(call.num_threads, terms * kLanes16, deep_D / 2)));
+            (allocate_tails(call, slots) && keys_room.allocate(call.num_threads, terms * kLanes16, deep_D / 2)));
   }
 
   Terms<uint16_t> in_block(const Buffer<uint16_t>& of, int64_t slot, int64_t block, int64_t size, int64_t row) const {
@@ -105,7 +107,7 @@ struct Bfloat16PackTask : PackTask<float, In> {
         pack_transposed(v, call.v.row, count, call.E, packed.padded_E, room, values);
       }
       head.radius[block] = zero_or_nan(keys.data, keys.step) + zero_or_nan(values.data, values.step);
-      if (packed.certify) {
+      if (packed.measures) {
         measure(unit, head, block, k, keys, measure_spread,
                 packed.keys_room.data + worker * kTerms * kLanes16 * packed.deep_D / 2);
       }

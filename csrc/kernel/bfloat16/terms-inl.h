@@ -1,8 +1,8 @@
 // The inputs as sums of bfloat16, which is all that these targets multiply: one for bfloat16 itself, and three for
 // float32, whose 24 bits are three times 8. Of the nine products of two such sums six are made, those of terms i and j
-// with i + j < 3: what is left out is below 2^-22 of the product, of either sign, and about 2^-26 in the mean, less
-// than a float32 sum loses by rounding. Terms below 2^-126 count as 0: numbers below 2^-103 lose digits. An infinity
-// becomes NaN where it is multiplied.
+// with i + j < 3: what is left out is below 2^-24 of the product, of either sign, and about 2^-28 in the mean, less
+// than a float32 sum loses by rounding. Blocks that weigh little make do with the first terms (precision-inl.h). Terms
+// below 2^-126 count as 0: numbers below 2^-103 lose digits. An infinity becomes NaN where it is multiplied.
 #pragma once
 
 #include "kernel/bfloat16/pairs-inl.h"
@@ -28,6 +28,7 @@ struct Terms {
   int64_t step = 0;
 
   Terms at(int64_t offset) const { return {data + offset, row, count, step}; }
+  Terms first(int terms) const { return {data, row, terms < count ? terms : count, step}; }
 };
 
 // Where a product of float32 sums over queries, each pair that the unit multiplies holds two terms of one number, so
@@ -61,13 +62,17 @@ LINBIAS_INLINE void store_upper_halves(Words first, Words second, uint16_t* to, 
 #endif
 }
 
-// Two vectors in three terms: put(term, first, second) gets words whose upper halves are the numbers of a term. The
-// first term is cut off, so that no number becomes infinite, the second is rounded, and the third is what is left.
+// Words whose upper halves are the nearest bfloat16, but of the largest numbers, which would become infinite.
+LINBIAS_INLINE Words nearest_upper_half(Words x) { return x + ((Words)((x & 0x7fffffffu) < 0x7f7f8000u) & 0x8000u); }
+
+// Two vectors in three terms: put(term, first, second) gets words whose upper halves are the numbers of a term. Two
+// terms are rounded, and the third is what is left.
 template <typename Put>
 LINBIAS_INLINE void split(Floats first, Floats second, const Put& put) {
-  put(0, (Words)first, (Words)second);
-  first -= (Floats)((Words)first & kUpperHalf);
-  second -= (Floats)((Words)second & kUpperHalf);
+  const Words high = nearest_upper_half((Words)first), higher = nearest_upper_half((Words)second);
+  put(0, high, higher);
+  first -= (Floats)(high & kUpperHalf);
+  second -= (Floats)(higher & kUpperHalf);
   const Words one = (Words)first + 0x8000u, two = (Words)second + 0x8000u;
   put(1, one, two);
   put(2, (Words)(first - (Floats)(one & kUpperHalf)), (Words)(second - (Floats)(two & kUpperHalf)));
@@ -90,12 +95,14 @@ LINBIAS_INLINE void store_pairs(Floats even, Floats odd, uint32_t* to, int64_t s
   }
 }
 
-// 16 numbers in two kinds of pairs, `step` words apart.
-LINBIAS_INLINE void store_kinds(Floats x, uint32_t* to, int64_t step) {
-  const Words first = (Words)x;
+// 16 numbers in two kinds of pairs, `step` words apart, of which fewer than three terms need the first kind alone.
+LINBIAS_INLINE void store_kinds(int terms, Floats x, uint32_t* to, int64_t step) {
+  const Words first = nearest_upper_half((Words)x);
   x -= (Floats)(first & kUpperHalf);
-  const Words second = (Words)x + 0x8000u, third = (Words)(x - (Floats)(second & kUpperHalf));
+  const Words second = (Words)x + 0x8000u;
   store_words(to, side_by_side(first, second));
+  if (terms < kMostTerms) return;
+  const Words third = (Words)(x - (Floats)(second & kUpperHalf));
   store_words(to + step, side_by_side(first, third));
 }
 

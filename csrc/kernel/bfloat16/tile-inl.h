@@ -25,6 +25,7 @@ constexpr int64_t kGroupPairs = kGroupScores / 2, kPairsStep = kGroups * kGroupP
 // bit: row_max, and in backward the logarithm of the row's sum, `log_sum_bits`, on top of it.
 struct Bfloat16Scratch : Rows<float> {
   float pivot[kRows], log_sum_bits[kRows];
+  float coarse[kMostTerms][kRows];     // what row_sum has from blocks of one term, and of two
   uint16_t* rows;                      // [terms, kPaddedQueries, larger of deep_D, deep_E]: queries, or gradients
   uint32_t *q_columns, *dout_columns;  // [terms, kGroups, deep_D or deep_E / 2, 16]
   uint32_t *q_pairs, *dout_pairs;  // the second factor of sums over queries: Bfloat16BackwardWork::pack_over_queries
@@ -59,15 +60,6 @@ struct Bfloat16Scratch : Rows<float> {
 inline Terms<uint32_t> columns_of(uint32_t* data, int64_t deep, int terms) {
   return {data, kLanes16, terms, kRows * deep / 2};
 }
-
-// A flag for each group of queries.
-struct OfGroups {
-  bool of[kGroups];
-
-  explicit OfGroups(bool all) {
-    for (bool& one : of) one = all;
-  }
-};
 
 // 0, 1, 2 ... as float, to be read as an operand.
 constexpr struct Numbers {
@@ -222,6 +214,15 @@ struct Bfloat16Biased {
     return in_all_lanes((is_small(pivot) | unseen) & is_small(far ? away : Floats{}));
   }
 
+  // Whether every query sees all keys of the block, on one side, and these are finite.
+  bool is_whole() const { return far && finite && !masked; }
+  // What a key of a far block weighs beside one a block nearer, were their scores alike.
+  LINBIAS_INLINE Floats fall() const {
+    if (!far) return broadcast(1.0f);
+    const float distance = offsets[kKeys - 1] - offsets[0];
+    return weight(broadcast(outwards < 0 ? outwards * distance : -outwards * distance));
+  }
+
   // The pivot is subtracted from every score of a query. In a far block it goes into `base`, far_base(pivot), first.
   LINBIAS_INLINE Floats far_base(Floats pivot) const { return kFine ? pivot : away - pivot; }
   LINBIAS_INLINE Floats far_score(Floats product, int64_t s, Floats base) const {
@@ -296,6 +297,21 @@ void load_query_terms(const Tile<float>& tile, const Bfloat16Packed<In>& packed,
   }
 }
 
+// The length of a query times |scale|.
+template <typename In>
+float length_of_query(const Tile<float>& tile, const Bfloat16Packed<In>& packed, const Bfloat16Scratch& scratch,
+                      int64_t i) {
+  const Call& call = *tile.call;
+  const Terms<uint16_t> rows = scratch.rows_of(packed.deep_D, kTermsOf<In>);
+  Floats squares{};
+  for (int64_t d = 0; d < packed.padded_D; d += kLanes16) {
+    const Floats x = sum_of_terms<kTermsOf<In>>(rows.data + i * rows.row + d, rows.step);
+    squares += x * x;
+  }
+  const float length = length_from(sum<float>(squares), row_of<In>(call.q, tile.b, tile.h, tile.start + i), call.D);
+  return length * static_cast<float>(call.scale < 0 ? -call.scale : call.scale);
+}
+
 // The groups [first, end) of a tile's queries, which are multiplied with a block together. Each sees the first `shown`
 // keys of the block, a multiple of 32.
 struct QueryGroups {
@@ -346,6 +362,7 @@ template <typename Biased>
 bool is_group_negligible(const Biased& biased, int64_t group, float allowance, const float* scores,
                          Bfloat16Scratch& scratch) {
   const int64_t from = group * kLanes16;
+  if (!biased.is_whole() || !biased.fits_bits(load(scratch.pivot + from))) return false;
   const Floats base = biased.far_base(load(scratch.pivot + from));
   Floats high = broadcast(-kInfinity<float>), total;
 #pragma GCC unroll 4
