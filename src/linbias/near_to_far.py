@@ -272,11 +272,10 @@ class _Rows:
 
     def terms(self, first: int, end: int, bound: float, rounding: float) -> int:
         """How many terms suffice for a block, if it and all beyond it hold at most exp(bound)."""
-        D, lengths = self.k.shape[1], (_norm(self.q), _norm(self.k[first:end]))
-        largest = math.prod(float(x.max()) for x in lengths)
-        # In so many terms a score is off by at most error * |q| |k|. As long as that changes no
-        # weight much, keys of this share cost the row what rounding all its scores may cost it,
-        # (D + 10) * rounding * |q| |k|.
+        D, vectors = self.k.shape[1], (self.q, self.k[first:end])
+        largest = math.prod(float(_norm(x).max()) for x in vectors)
+        # A score is off by up to error * |q| |k|. If that moves no weight much, this share costs
+        # the row what rounding all its scores may cost it, (D + 10) * rounding * |q| |k|.
         for terms, error in ((1, 2.0**-7), (2, 2.0**-14)):
             if error * largest <= 0.25 and _is_within(bound, (D + 10) * rounding / error):
                 return terms
