@@ -11,9 +11,13 @@ weigh less than rounding. Which ones do is known before they are read, from two 
 A tile of query rows visits blocks of keys from the nearest outwards and keeps the running sum of
 exp(score) of each row. It stops reading a side when the second bound is at most `tolerance` times
 that sum, for all rows: what it never reads then holds at most `tolerance` of any row's
-probability. Where keys stand at positions of their own, the sum of exp(-slope * distance) is no
-geometric series, but one scan over the keys has it (`log_sums`). docs/math.md has the proof, and
-what rounding adds to it; proof/ has this loop as a program on real numbers, and Coq checks that
+probability. The same bound says how exactly a block must be computed: an error of e in the scores
+of keys that hold a share w of a row costs the row about e * w. A float32 number is the sum of
+three bfloat16 terms, and `Step` says how many of them suffice; here all is float64 nevertheless.
+
+Where keys stand at positions of their own, the sum of exp(-slope * distance) is no geometric
+series, but one scan over the keys has it (`log_sums`). docs/math.md has the proof, and what
+rounding adds to it; proof/ has this loop as a program on real numbers, and Coq checks that
 it keeps the promise. The kernels have cheaper and tighter bounds of their own, and allow for the
 rounding of float32; their tests compare what they leave unread with this module.
 """
@@ -59,7 +63,9 @@ def _attend(rows: "_Rows", tolerance: float, size: int) -> tuple[Float64, Float6
     read(low, high)
     tile = Tile(rows.first_row, low, high)
     open_sides = [not math.isinf(slope) for slope in rows.slopes]
-    share = tolerance / 2 if all(open_sides) else tolerance
+    num_sides = 2 if all(open_sides) else 1
+    share = tolerance / num_sides
+    rounding = 2.0**-24 / num_sides if tolerance >= 2.0**-24 else 0.0
     largest = rows.largest_scores()
     # Then the blocks beyond. `tail` is the log of the most that this block and all beyond it can
     # hold, `bound` the same as a share of what the row has already, for the row of the tile that
@@ -74,10 +80,11 @@ def _attend(rows: "_Rows", tolerance: float, size: int) -> tuple[Float64, Float6
             bound = (tail - row_max - np.log(row_sum)).max(initial=-np.inf)
         # So little can be left; and as `tail` falls on the way outwards, none of the keys beyond
         # has to be looked at.
-        stop = rows.slopes[side] > 0 and share > 0 and bound <= math.log(share)
+        stop = rows.slopes[side] > 0 and _is_within(bound, share)
         open_sides[side] = not stop
+        terms = 0 if stop else rows.terms(first, end, bound, rounding)
         tile.steps.append(
-            Step(side, first + rows.first_key, end + rows.first_key, float(bound), not stop)
+            Step(side, first + rows.first_key, end + rows.first_key, float(bound), terms)
         )
         if not stop:
             read(first, end)
@@ -160,7 +167,7 @@ class Step(NamedTuple):
     end: int
     # log of the most that these keys and all beyond them may hold, of the row they matter most to
     bound: float
-    read: bool
+    terms: int  # how many bfloat16 terms of each number suffice, 1, 2 or 3 (all); 0: not read
 
 
 @dataclass
@@ -263,6 +270,17 @@ class _Rows:
         to_left, to_right = ((self.q @ center)[:, None] + q_norm[:, None] * r for r in outwards)
         return to_left, to_right
 
+    def terms(self, first: int, end: int, bound: float, rounding: float) -> int:
+        """How many terms suffice for a block, if it and all beyond it hold at most exp(bound)."""
+        D, vectors = self.k.shape[1], (self.q, self.k[first:end])
+        largest = math.prod(float(_norm(x).max()) for x in vectors)
+        # A score is off by up to error * |q| |k|. If that moves no weight much, this share costs
+        # the row what rounding all its scores may cost it, (D + 10) * rounding * |q| |k|.
+        for terms, error in ((1, 2.0**-7), (2, 2.0**-14)):
+            if error * largest <= 0.25 and _is_within(bound, (D + 10) * rounding / error):
+                return terms
+        return 3
+
     def blocks(self, size: int) -> tuple[tuple[int, int], Iterator[tuple[int, int, int]]]:
         """The keys at the rows' own positions, and the blocks beyond them, near to far."""
         S, low, high = len(self.k), int(self.order[0]), int(self.order[-1]) + 1
@@ -279,6 +297,11 @@ class _Rows:
                     right = min(S, right + size)
 
         return (low, high), outwards()
+
+
+def _is_within(bound: float, share: float) -> bool:
+    """Whether a share whose log is at most `bound` is at most this one; never, if this is 0."""
+    return share > 0 and bound <= math.log(share)
 
 
 def _norm(x: Float64) -> Float64:

@@ -69,9 +69,138 @@ def test_steps_say_why_a_tile_stopped_and_a_flat_head_reads_everything():
     assert (flat[-1].first, flat[-1].end) == (0, 512)
     assert near_to_far.attention(q, k, v, [9.0, 9.0], tolerance=0).tiles[0][0][-1].first == 0
     *read, last = steep[-1].steps
-    assert all(step.read and step.bound > math.log(1e-6) for step in read)
-    assert not last.read and last.bound <= math.log(1e-6)
+    assert all(step.terms and step.bound > math.log(1e-6) for step in read)
+    assert not last.terms and last.bound <= math.log(1e-6)
     assert [step.end for step in (*read, last)] == list(range(496, 495 - 16 * len(read), -16))
+
+
+# How many bfloat16 terms suffice. For each number of them, what is computed so may cost lse what
+# rounding the scores of a row may, (D + 10) u |a||q||k|, and a little more where weights move:
+# (e^x - 1) / x, for the largest x that a score may be off by, 1/4.
+
+U, ROOM = 2.0**-24, math.expm1(0.25) / 0.25
+
+
+def bfloat16_terms(x: np.ndarray, terms: int) -> list[np.ndarray]:
+    """The first terms of numbers: each is what is left, rounded to the nearest bfloat16."""
+    parts, rest = [], np.float32(x)
+    for _ in range(terms):
+        bits = rest.view(np.uint32)
+        nearest = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
+        parts.append(nearest.astype(np.uint32).view(np.float32))
+        rest = rest - parts[-1]
+    return parts
+
+
+def product(x: np.ndarray, y: np.ndarray, terms: int) -> np.ndarray:
+    """x @ y in float32, of the products of terms i and j with i + j < terms."""
+    left, right = bfloat16_terms(x, terms), bfloat16_terms(y, terms)
+    return sum(left[i] @ right[j] for i in range(terms) for j in range(terms - i))
+
+
+def in_terms(q, k, v, bias, terms) -> tuple[np.ndarray, np.ndarray]:
+    """out and lse of rows whose key s is computed in terms[s] terms: 3 are float64, 0 none."""
+    scores = q @ k.T
+    coarse = [(t, terms == t) for t in (1, 2)]
+    for t, here in coarse:
+        scores[:, here] = product(q, k[here].T, t)
+    scores = np.where(terms > 0, scores + bias, -np.inf)
+    row_max = scores.max(1, keepdims=True)
+    weights = np.exp(scores - row_max)
+    out = weights[:, terms == 3] @ v[terms == 3]
+    for t, here in coarse:
+        out += product(weights[:, here], v[here], t)
+    row_sum = weights.sum(1, keepdims=True)
+    return out / row_sum, (row_max + np.log(row_sum))[:, 0]
+
+
+def costs_of_terms(q, k, v, left, right, start, kinds, size=16):
+    """What computing blocks in as many terms as `Step` says costs, as shares of what it may, where
+    these are among `kinds`: the largest of lse and of out; and all numbers of terms that are said.
+    """
+    q, k, v = (np.float32(x).astype(np.float64) for x in (q, k, v))
+    D, said, costs = q.shape[1], set(), [(0.0, 0.0)]
+    options = {"right_slopes": [right], "causal": False, "query_start": start}
+    visit = near_to_far.attention(
+        q[None], k[None], v[None], [left], rows=size, keys=size, scale=1.0, **options
+    )
+    out, lse = linbias.attention(
+        q[None], k[None], v[None], [left], **options, scale=1.0, return_lse=True
+    )
+    bias = linbias.bias([left], len(q), len(k), right_slopes=[right], query_start=start)[0]
+    spread, most = np.ptp(v, axis=0).max(), np.abs(v).max()
+    for tile in visit.tiles[0][0]:
+        here = slice(tile.first_row, tile.first_row + size)
+        terms = np.full(len(k), 3)
+        terms[: tile.first], terms[tile.end :] = 0, 0
+        for step in tile.steps:
+            block = slice(step.first, step.end)
+            terms[block] = step.terms if step.terms in kinds else min(3, 3 * step.terms)
+            said.add(step.terms)
+            if step.terms in (1, 2):  # and then a score is not off by more than 1/4
+                largest = _longest(q[here]) * _longest(k[block])
+                assert largest <= {1: 2**5, 2: 2**12}[step.terms]
+        used = set(terms) & {1, 2}
+        largest = max((_longest(k[terms == t]) for t in used), default=0.0) * _longest(q[here])
+        score = len(used) * (D + 10) * U * largest * ROOM
+        found_out, found_lse = in_terms(q[here], k, v, bias[here], terms)
+        of_lse = np.abs(found_lse - lse[0, here]).max() / (score + U)
+        may = (score + U) * spread + len(used) * (D + 10) * U * most
+        costs.append((of_lse, np.abs(found_out - out[0, here]).max() / may))
+    return *np.max(costs, axis=0), said
+
+
+def _longest(x: np.ndarray) -> float:
+    return np.linalg.norm(x, axis=-1).max()
+
+
+@pytest.mark.parametrize("slopes", ((0.5, math.inf), (0.03, 0.1), (0.0, 0.1)))
+@pytest.mark.parametrize("D", (3, 64))
+def test_blocks_in_as_few_terms_as_steps_say_cost_no_more_than_rounding(slopes, D):
+    rng = np.random.default_rng(D)
+    q, k, v = (rng.normal(size=(n, D)) for n in (40, 1000, 1000))
+    shared, seen = 3 * rng.normal(size=D), set()
+    long_ones = np.exp(rng.uniform(-3, 3, (1000, 1)))
+    for keys, size in ((k, 1.0), (k + shared, 1.0), (k * long_ones, 0.3), (k, 30.0), (k, 1e4)):
+        of_lse, of_out, said = costs_of_terms(
+            size * D**-0.5 * q, size * keys, v, *slopes, 480, {1, 2}
+        )
+        assert max(of_lse, of_out) <= 1
+        seen |= said
+    assert seen == {0, 1, 2, 3}
+    of_lse, of_out, said = costs_of_terms(1e4 * q, 1e4 * k, v, *slopes, 480, {1, 2})
+    assert said <= {0, 3}  # no score of a hundred million is computed coarsely
+
+
+@pytest.mark.parametrize(
+    ("terms", "entry", "share"),
+    [(1, 1 + 2**-8, 0.75), (1, 1 + 2**-8 + 2**-23, 0.9), (2, 1 + 2**-8 - 2**-17 - 2**-23, 0.39)],
+)
+@pytest.mark.parametrize(("start", "right"), ((2999, math.inf), (1500, 0.01)))
+def test_where_bfloat16_is_at_its_worst_blocks_cost_as_much_as_they_may(
+    terms, entry, share, start, right
+):
+    """All entries are rounded the same way, as far as they can be; all keys are alike, and values
+    tell those that are computed coarsely from the others.
+    """
+    size = {1: 1.0, 2: 8.0}[terms]  # scores as large as the rule allows
+    q, k = np.full((1, 15), 2 * size * entry), np.full((3000, 15), size * entry)
+    near = -100 * math.log(25 * U * 2 ** (7 * terms))
+    v = (np.abs(np.arange(3000) - start) > near)[:, None]
+    of_lse, of_out, said = costs_of_terms(q, k, v, 0.01, right, start, {terms}, size=1)
+    assert terms in said and share < min(of_lse, of_out) and max(of_lse, of_out) <= 1
+
+
+def test_all_terms_are_needed_where_the_tolerance_is_below_rounding_or_a_value_is_not_finite():
+    def said(**options):
+        tiles = near_to_far.attention(q, k, v, [0.1], rows=16, keys=16, **options).tiles
+        return [step.terms for step in tiles[0][0][-1].steps]
+
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 512, 16))
+    assert set(said()) == {0, 1, 2, 3}
+    assert set(said(tolerance=0)) == {3} and set(said(tolerance=2.0**-25)) == {0, 3}
+    v[0, 0] = np.nan
+    assert set(said()) == {3}
 
 
 @pytest.mark.parametrize("size", (1e-165, 1e165))

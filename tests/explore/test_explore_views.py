@@ -43,10 +43,12 @@ def heads(num_heads: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(streams[::2]), np.stack(streams[1::2])
 
 
-def truth(length, position, left, tolerance, block, causal) -> tuple[list[Any], np.ndarray]:
+def truth(
+    length, position, left, tolerance, block, causal, times=1
+) -> tuple[list[Any], np.ndarray]:
     """The tile of each head, and what it leaves out."""
     q, k = heads(len(left), length)
-    row = q[:, position : position + 1]
+    row = times * q[:, position : position + 1]
     options = {"causal": causal, "query_start": position}
     visit = near_to_far.attention(
         row, k, k, left, tolerance=tolerance, rows=1, keys=block, **options
@@ -57,26 +59,29 @@ def truth(length, position, left, tolerance, block, causal) -> tuple[list[Any], 
 
 
 @pytest.mark.parametrize(
-    ("length", "position", "left", "tolerance", "block", "causal"),
+    ("length", "position", "left", "tolerance", "block", "causal", "times"),
     [
-        (512, 511, [0.5, 0.25, 0.004], 2.0**-24, 16, True),
-        (300, 120, [1.0, 0.125, 0.03], 2.0**-12, 32, False),  # both sides, uneven last blocks
-        (64, 0, [0.5], 2.0**-53, 8, True),  # no key before the query
-        (256, 200, [0.5, 0.0], 0.0, 16, False),  # nothing may be left out
-        (256, 255, [0.5, 0.0], 0.25, 64, True),  # no slope
+        (512, 511, [0.5, 0.25, 0.004], 2.0**-24, 16, True, 1),
+        (300, 120, [1.0, 0.125, 0.03], 2.0**-12, 32, False, 1),  # both sides, uneven last blocks
+        (300, 120, [0.2, 0.125, 0.03], 2.0**-24, 8, False, 1),
+        (512, 500, [0.5, 0.25, 4.0], 2.0**-24, 16, False, 7),  # scores too large for one term
+        (512, 511, [0.5], 2.0**-25, 16, True, 1),  # below rounding all is precise
+        (64, 0, [0.5], 2.0**-53, 8, True, 1),  # no key before the query
+        (256, 200, [0.5, 0.0], 0.0, 16, False, 1),  # nothing may be left out
+        (256, 255, [0.5, 0.0], 0.25, 64, True, 1),  # no slope
     ],
 )
 def test_the_page_reads_what_near_to_far_reads(
-    chromium, length, position, left, tolerance, block, causal
+    chromium, length, position, left, tolerance, block, causal, times
 ):
     page = chromium.new_page()
     module = base64.b64encode((JS / "near_to_far.js").read_bytes()).decode()
     found = page.evaluate(
-        """async ([module, size, length, position, left, tolerance, block, causal]) => {
+        """async ([module, size, length, position, left, tolerance, block, causal, times]) => {
             const js = await import("data:text/javascript;base64," + module);
             return left.map((slope, head) => {
                 const row = js.normals(2 * head, size, position * size);
-                const query = row.map((value) => value * size ** -0.5);
+                const query = row.map((value) => value * times * size ** -0.5);
                 const keys = js.normals(2 * head + 1, length * size);
                 const made = js.prepareQuery({ query, keys, position });
                 const slopes = [slope, causal ? Infinity : slope];
@@ -85,25 +90,25 @@ def test_the_page_reads_what_near_to_far_reads(
                 return { ...js.visit(made, { slopes, tolerance, block }), window, visible };
             });
         }""",
-        [module, SIZE, length, position, left, tolerance, block, causal],
+        [module, SIZE, length, position, left, tolerance, block, causal, times],
     )
     page.close()
-    tiles, left_out = truth(length, position, left, tolerance, block, causal)
+    tiles, left_out = truth(length, position, left, tolerance, block, causal, times)
     q, k = heads(len(left), length)
     for h, (tile, js) in enumerate(zip(tiles, found, strict=True)):
         assert (js["first"], js["end"]) == (tile.first, tile.end)
         assert js["visible"] == (position + 1 if causal else length)
-        names = ("side", "first", "end", "read")
+        names = ("side", "first", "end", "terms")
         steps = [tuple(step[name] for name in names) for step in js["steps"]]
-        assert steps == [(s.side, s.first, s.end, s.read) for s in tile.steps]
+        assert steps == [(s.side, s.first, s.end, s.terms) for s in tile.steps]
         bounds = [s.bound for s in tile.steps]
         np.testing.assert_allclose([s["bound"] for s in js["steps"]], bounds, rtol=1e-10)
         np.testing.assert_allclose(js["leftOut"], left_out[h], rtol=1e-10)
         for side in {s.side for s in tile.steps}:
-            stopped = any(not s.read for s in tile.steps if s.side == side)
+            stopped = any(s.terms == 0 for s in tile.steps if s.side == side)
             assert js["ended"][side] == ("bound" if stopped else "keys")
         if tolerance and left[h]:
-            norms = np.linalg.norm(q[h, position]), np.linalg.norm(k[h], axis=1).max()
+            norms = times * np.linalg.norm(q[h, position]), np.linalg.norm(k[h], axis=1).max()
             scale = SIZE**-0.5
             window = near_to_far.window(
                 left[h], *norms, scale=scale, tolerance=tolerance, num_keys=length
@@ -141,6 +146,10 @@ def strip_numbers(panel) -> list[tuple[int, int, float]]:
     return [numbers(row) for row in panel.get_by_role("radio", name=re.compile("^Head ")).all()]
 
 
+PRODUCTS = (0, 1, 3, 6)  # of bfloat16 numbers, by the terms that suffice
+NAMES = ("stop", "one term", "two terms", "in full")
+
+
 def assert_shows(panel, length, position, left, tolerance, block, causal=True) -> None:
     tiles, left_out = truth(length, position, left, tolerance, block, causal)
     visible = position + 1 if causal else length
@@ -152,6 +161,11 @@ def assert_shows(panel, length, position, left, tolerance, block, causal=True) -
     assert f"reads {read:,} of {visible * len(left):,} keys" in headline
     share = float(re.match(r"([\d.]+)%", headline)[1])
     assert share == pytest.approx(100 * read / (visible * len(left)), abs=0.5)
+    products = PRODUCTS[3] * len(left) + sum(
+        PRODUCTS[step.terms] * (step.end - step.first) for tile in tiles for step in tile.steps
+    )
+    share = float(re.search(r"take (\d+)% of the products", headline)[1])
+    assert share == pytest.approx(100 * products / (PRODUCTS[3] * read), abs=0.5)
 
 
 def test_every_control_of_near_to_far(visit, explorer_file):
@@ -210,14 +224,34 @@ def test_the_steps_of_a_head_are_the_oracles(visit, explorer_file):
     rows = panel.locator("details tbody tr").all()
     tiles, left_out = truth(2048, 2047, [0.5, 0.25], 2.0**-24, 16, True)
     for row, step in zip(rows, tiles[1].steps, strict=True):
-        bound, tolerance, outside, state = row.locator("td").all_inner_texts()
+        bound, limit, outside, state = row.locator("td").all_inner_texts()
         assert row.locator("th").inner_text() == f"{step.first:,} \u2013 {step.end - 1:,}"
         assert number(bound) == pytest.approx(min(1, np.exp(step.bound)), rel=6e-4)
-        assert number(tolerance) == pytest.approx(2.0**-24, rel=6e-4)
+        share = {3: None, 2: 26 * 2.0**-10, 1: 26 * 2.0**-17, 0: 2.0**-24}[step.terms]
+        assert (
+            limit == "\u2013" if share is None else number(limit) == pytest.approx(share, rel=6e-4)
+        )
         assert number(outside) <= number(bound)
-        assert state == ("read" if step.read else "stop")
+        assert state == NAMES[step.terms]
     assert "chosen" in row.get_attribute("class")
     assert number(outside) == pytest.approx(left_out[1], rel=6e-4)
+    # A band for each precision, which says why.
+    bands = panel.locator(".strip-bands").nth(1).locator("i").all()
+    shades = "band => getComputedStyle(band).getPropertyValue('--terms')"
+    assert [band.evaluate(shades) for band in bands] == ["1", "2", "3"]
+    for terms, band in enumerate(bands, start=1):
+        alike = [step for step in tiles[1].steps if step.terms == terms]
+        first, end = alike[-1].first, 2048 if terms == 3 else alike[0].end
+        held, title = min(1, np.exp(alike[0].bound)), band.get_attribute("title")
+        keys, _, why = title.partition(" and all keys beyond may hold up to ")
+        most, _, enough = why.partition(" of the attention: ")
+        assert keys == f"{first:,} \u2013 {end - 1:,}"
+        assert number(most) == pytest.approx(held, rel=0.05)
+        assert enough == f"each product takes {PRODUCTS[terms]} of its 6 bfloat16 products"
+        band.hover()  # nothing lies upon it
+        box, strip = band.bounding_box(), band.locator("../..").bounding_box()
+        assert box["width"] / strip["width"] == pytest.approx((end - first) / 2048, abs=1e-3)
+        assert (box["x"] - strip["x"]) / strip["width"] == pytest.approx(first / 2048, abs=1e-3)
     # The chart's cursor stands at the stop; its keys walk the steps.
     chart = panel.get_by_role("slider", name=re.compile("^The bound on all keys"))
     assert f"at most {bound[:4]}" in chart.get_attribute("aria-valuetext")

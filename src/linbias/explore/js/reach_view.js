@@ -3,10 +3,10 @@
 import { lineChart } from "./chart.js";
 import { choice, parseNumber, parseWhole, slider } from "./controls.js";
 import { debounce, element, note, section } from "./dom.js";
-import { general, grouped, scientific, slopeFraction } from "./numbers.js";
+import { general, grouped, scientific, slopeFraction, wholePercent } from "./numbers.js";
 import {
   BLOCKS, certificateChart, changedReach, headReader, HEADS, headSlopesOf, LENGTHS, NO_TOLERANCE,
-  queryPosition, REACH_RULES, startOfReach, stepRows, storyOf, toleranceOf, totalOf,
+  PRODUCTS, queryPosition, REACH_RULES, startOfReach, stepRows, storyOf, toleranceOf, totalOf,
 } from "./reach.js";
 import { savedText } from "./saved.js";
 import { strips } from "./strips.js";
@@ -47,6 +47,12 @@ export function mountReach(root, data, memory) {
         "a key\u2019s colour, the more it weighs (on a logarithmic scale); the frame holds the " +
         "blocks that are read, the triangle is the query. Random queries and keys of size 16.",
     ),
+    element("p.note.terms-legend",
+      "In grey, how many of the three bfloat16 terms of each number a block needs:",
+      ["all", "two", "one"].map((word, i) =>
+        element("span", element("i.terms", { style: { "--terms": 3 - i } }), word),
+      ),
+    ),
     element("section", title, slopeControl.element, story, certificate.element, steps),
     section("The longer the text, the smaller the share",
       note(
@@ -76,12 +82,14 @@ export function mountReach(root, data, memory) {
     const heads = state.heads === 1 ? "one head" : `${state.heads} heads`;
     const keys = `${grouped(read)} of ${grouped(visible)} keys in ${heads}`;
     share.textContent = `${(100 * read / visible).toFixed(read < 0.1 * visible ? 1 : 0)}%`;
-    sum.textContent = `of the work remains: this query reads ${keys}.`;
+    const products = totalOf(results, "products") / (PRODUCTS[3] * read);
+    sum.textContent = `of the work remains: this query reads ${keys}. Computed as exactly as ` +
+      `they matter, these take ${wholePercent(products)} of the products of full precision.`;
     rows.update({
       rows: results.map((result, head) => ({
         name: `Head ${head}`, slope: slopeFraction(all[head]), visit: result.visited,
         count: `${grouped(result.read)} of ${grouped(result.visible)}`,
-        leftOut: scientific(result.visited.leftOut, 2),
+        bands: result.bands, leftOut: scientific(result.visited.leftOut, 2),
       })),
       block: state.block, selected: state.head,
     });
@@ -100,8 +108,8 @@ export function mountReach(root, data, memory) {
   function drawTrace() {
     if (!steps.open) return;
     const { visited } = results[state.head];
-    const stop = visited.steps.findIndex((step) => !step.read);
-    trace.update(["at most", "tolerance", "really there", "block"], stepRows(visited), stop);
+    const stop = visited.steps.findIndex((step) => step.terms === 0);
+    trace.update(["at most", "limit", "really there", "computed"], stepRows(visited), stop);
   }
 
   function drawWork() {

@@ -1,5 +1,5 @@
-// A strip of keys for each head: how much each key weighs, a frame around the blocks that are
-// read, and the query. Each is a button that chooses its head; arrow keys walk them.
+// A strip of keys for each head: how much each weighs, how exactly it is computed, a frame around
+// what is read, and the query. Each is a button that chooses its head; arrow keys walk them.
 
 import { onThemeChange, paintCells, ramp } from "./colours.js";
 import { element, rove, setAll, setText, walked } from "./dom.js";
@@ -18,6 +18,7 @@ export function strips({ onSelect }) {
       const on = { click: () => choose(head), keydown: walk };
       const strip = element("span.strip",
         element("canvas", { height: 1, "aria-hidden": true }),
+        element("span.strip-bands"),
         element("span.strip-frame", element("i"), element("i")),
         element("span.strip-query"),
       );
@@ -55,14 +56,14 @@ export function strips({ onSelect }) {
   function place() {
     const { rows, block, selected } = shown;
     rove([...list.children], selected, "aria-checked");
-    rows.forEach(({ name, slope, visit, count, leftOut }, head) => {
+    rows.forEach(({ name, slope, visit, count, leftOut, bands }, head) => {
       const { first, end, position, numKeys } = visit;
       const words = `${name}, slope ${slope}: ${count} keys read, ${leftOut} left out`;
       list.children[head].ariaLabel = words;
       const [nameBox, slopeBox, strip, countBox, leftBox] = list.children[head].children;
       const boxes = [[nameBox, name], [slopeBox, slope], [countBox, count], [leftBox, leftOut]];
       for (const [box, text] of boxes) setText(box, text);
-      const [, frame, query] = strip.children;
+      const [, bandBox, frame, query] = strip.children;
       const percent = (keys) => `${(100 * keys) / numKeys}%`;
       const keys = end - first;
       setAll(frame, { style: { "inset-inline-start": percent(first), width: percent(keys) } });
@@ -71,6 +72,10 @@ export function strips({ onSelect }) {
         const [width, each] = [(100 * read) / keys, (100 * block) / Math.max(read, 1)];
         setAll(frame.children[side], { style: { width: `${width}%`, "--block": `${each}%` } });
       });
+      bandBox.replaceChildren(...bands.map(({ first: from, end: to, terms, words: title }) => {
+        const place = { "inset-inline-start": percent(from), width: percent(to - from) };
+        return element("i.terms", { title, style: { ...place, "--terms": terms } });
+      }));
       setAll(query, { style: { "inset-inline-start": percent(position + 0.5) } });
     });
   }
