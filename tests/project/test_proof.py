@@ -57,7 +57,7 @@ def test_nothing_is_assumed_or_left_unproved(name):
 
 
 def test_the_proof_stays_small():
-    assert sum(map(bool, "".join(SOURCES.values()).splitlines())) <= 2500
+    assert sum(map(bool, "".join(SOURCES.values()).splitlines())) <= 2600  # 2,500, and section 11
 
 
 def named_by_sections() -> dict[str, list[str]]:
@@ -74,7 +74,7 @@ def named_by_sections() -> dict[str, list[str]]:
 
 def test_every_section_names_theorems_or_says_that_it_has_none():
     sections = named_by_sections()
-    assert len(sections) == 10
+    assert len(sections) == 11
     theorems = {name for names in prove.theorems().values() for name in names}
     missing = {f"{t}: {name}" for t, found in sections.items() for name in found}
     assert {x for x in missing if x.split(": ")[1] not in theorems} == set()
