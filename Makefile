@@ -55,7 +55,7 @@ board: $(VENV)/.dev  ## engines that people deploy on CPUs, side by side on ALiB
 	$(BIN)/python evidence/benchmarks/board/board.py
 	$(BIN)/python evidence/benchmarks/board/report.py
 
-gpu: $(VENV)/.dev  ## on a CUDA device: the contract of the Triton kernels, and what they take beside peers, as one page in 9 minutes
+gpu: $(VENV)/.dev  ## on a CUDA device: the contract of the Triton kernels, and what they take beside peers, as one page in 10 minutes
 	$(BIN)/python evidence/benchmarks/bench_gpu.py
 
 # Two widths of vectors, and the matrix unit's code as plain C++, which the sanitizers see through; races do not depend on the width.

@@ -1,4 +1,4 @@
-"""Check and measure the Triton kernels on one CUDA GPU, beside peers, in 9 minutes: a page.
+"""Check and measure the Triton kernels on one CUDA GPU, beside peers, in 10 minutes: a page.
 
     python evidence/benchmarks/bench_gpu.py               # all but tiles
     python3 evidence/benchmarks/bench_gpu.py --output DIR # likewise, from a bare checkout
@@ -17,6 +17,7 @@ It needs PyTorch, Triton, NumPy, pytest and (training) Transformers. Stages, in 
     accuracy    the error at great length beside the form slope * key_index
     sanitizer   a few cases of the contract under compute-sanitizer
     pieces      a sequence in pieces, on processes that share the device
+    coarse      far blocks in shorter floats, which are off: their error and time, beside precise
     tiles       forward and backward with other tile sizes
 
 A stage that fails or hangs costs the others nothing: each is a process, with a time by which it
@@ -57,7 +58,7 @@ from gpu import as_on_a_gpu, stages, suite, tiles, training  # noqa: E402
 from gpu.page import page  # noqa: E402
 from gpu.timing import AGAIN, lines_so_far  # noqa: E402
 
-# What runs, and how many seconds it has: 530 in all but tiles.
+# What runs, and how many seconds it has: 575 in all but tiles.
 STAGES = {
     "contract": (suite.contract, 120),
     "speed": (stages.speed, 190),
@@ -68,6 +69,7 @@ STAGES = {
     "accuracy": (stages.accuracy, 15),
     "sanitizer": (suite.sanitizer, 35),
     "pieces": (stages.pieces, 25),
+    "coarse": (tiles.coarse, 45),
     "tiles": (tiles.tiles, 240),
 }
 WARM = "warm"  # beside the contract, as long as that runs; it may fail

@@ -33,6 +33,8 @@ FEATURES = {
     "ranges": {"full": False, "ranged": True},
     "all features": {"full": True, "ranged": True},
     "positions, too": {"full": True, "ranged": True, "placed": True},
+    "8 bits afar": {"full": False, "coarse": True},
+    "16 bits afar": {"full": False, "coarse": True, "dtype": torch.float32},
 }
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
 
@@ -109,16 +111,17 @@ def innermost_loops(code: str) -> list[tuple[int, int]]:
 
 def launch_everything(
     D: int,
-    dtype: torch.dtype,
     shared: int,
     full: bool,
+    dtype: torch.dtype = torch.bfloat16,
     H: int = 4,
     G: int = 2,
     placed: bool = False,
     ranged: bool = False,
+    coarse: bool = False,
 ) -> None:
     """Forward, backward and decode, with every feature or none; placed: at positions; ranged: with
-    a range of keys for each query.
+    a range of keys for each query; coarse: with far blocks in shorter floats.
     """
     B, T, S = 1, 1024, 4096
     q, k, v, dout = (
@@ -143,7 +146,7 @@ def launch_everything(
         scale=0.1,
         dropout=0.1 if full else 0.0,
         tolerance=2.0**-24,
-        sizes=sizes.choose(D, D, dtype.itemsize, shared),
+        sizes=sizes.choose(D, D, dtype.itemsize, shared)._replace(coarse=coarse),
     )
     forward(call, **results, visited=visited)
     gradients = {f"d{name}": torch.empty_like(x) for name, x in (("q", q), ("k", k), ("v", v))}
@@ -167,10 +170,11 @@ def main() -> None:
     capability, *head_sizes = (int(argument) for argument in sys.argv[1:])
     shared = SHARED_KIB[capability] * 1024
     for D in head_sizes:
-        chosen = sizes.choose(D, D, 2, shared)
-        tiles = {f"{name}_kernel": tile for name, tile in chosen._asdict().items()}
         for what, features in FEATURES.items():
-            call = partial(launch_everything, D, torch.bfloat16, shared, **features)
+            dtype = features.get("dtype", torch.bfloat16)
+            chosen = sizes.choose(D, D, dtype.itemsize, shared)
+            tiles = {f"{name}_kernel": tile for name, tile in chosen._asdict().items()}
+            call = partial(launch_everything, D, shared, **features)
             for done in launched(call, capability):
                 assert done.shared <= shared, done
                 tile = tiles.get(done.kernel, sizes.Tile(32, 1, 1, 1))

@@ -144,6 +144,7 @@ def test_the_gpu_script_runs_dry(tmp_path):
         pytest.skip("Triton compiles here")
     script = os.path.join(os.path.dirname(__file__), "../../evidence/benchmarks/bench_gpu.py")
     stages = ["speed", "decode", "training", "points", "gates", "accuracy", "pieces", "tiles"]
+    stages.append("coarse")
     done = subprocess.run(
         [sys.executable, script, "--dry-run", "--output", str(tmp_path), "--stages", *stages],
         capture_output=True,

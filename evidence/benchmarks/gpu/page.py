@@ -51,6 +51,7 @@ def claims(lines: list[Line], lengths: Iterable[int]) -> list[str]:
         ("at the inputs of a trained model", "causal-", both, "trained model"),
         ("among points of a plane", "points-", both, random),
         ("with forget gates", "gates-", both, random),
+        ("beside far blocks in shorter floats", "coarse-", both, random),
     ]
     said = [outcomes("the contract's tests", "contract", lines)]
     for subject, case, modes, inputs in asked:
@@ -83,8 +84,9 @@ def comparisons(subject: str, lines: Iterable[Line]) -> list[str]:
             others = [
                 f"{x['p50_ms'] / own['p50_ms']:.2f} times as fast as "
                 + x["implementation"].removeprefix(GRAPH)
+                + (f" (error {x['error']:.1e}, {own['error']:.1e} here)" if "error" in x else "")
                 for x in timed
-                if not is_ours(x["implementation"])
+                if not is_ours(x["implementation"]) or (x is not own and "error" in x)
             ]
             took = f"takes {own['p50_ms']:.3f} ms: {', '.join(others) or 'no peer ran'}"
             said.append(f"{subject} ({', '.join(sizes)}) {took}")
@@ -131,7 +133,9 @@ def groups(lines: Iterable[Line]) -> dict[tuple[Any, ...], list[Line]]:
     found: dict[tuple[Any, ...], list[Line]] = defaultdict(list)
     for line in lines:
         if "implementation" in line and "B" in line and ("p50_ms" in line or "left_out" in line):
-            key = tuple(line.get(name) for name in ("case", "inputs", "B", "H", "D", "mode"))
+            key = tuple(
+                line.get(name) for name in ("case", "inputs", "dtype", "B", "H", "D", "mode")
+            )
             found[key].append(line)
     return found
 

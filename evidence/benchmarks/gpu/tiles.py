@@ -1,15 +1,48 @@
-"""The stage that looks for better tile sizes."""
+"""The stages that look for better tile sizes, and whether shorter floats pay for far blocks."""
 
 import argparse
 from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
+
 from gpu.stages import by_definition, ours, random, slopes_of
 from gpu.timing import Case, left_out_if_it_fails, write_times
 from linbias.kernels.triton.sizes import Sizes, Tile, forced
 from linbias.torch.impl import triton
 from record import BACKWARD, FORWARD
+
+
+def coarse(options: argparse.Namespace) -> None:
+    """Far blocks in shorter floats or not: what would put a device into `sizes.COARSE`."""
+    dtypes = [torch.float32]
+    if options.dry_run or torch.cuda.get_device_capability() >= (8, 9):
+        dtypes.append(options.dtype)
+    for dtype, (H, D) in product(dtypes, options.shapes):
+        compare_coarse(sorted(options.lengths)[len(options.lengths) // 2], H, D, dtype, options)
+
+
+def compare_coarse(
+    T: int, H: int, D: int, dtype: torch.dtype, options: argparse.Namespace
+) -> None:
+    q, k, v = random(1, H, T, D, options).to(dtype)
+    if dtype != torch.float32:  # 8 bits take no larger scores
+        q /= 16
+    slopes, chosen = slopes_of(H, options), triton._sizes(q, v)
+    case = Case(f"coarse-{T}", q, k, v, by_definition(slopes))
+
+    def run(on: bool, call: Any) -> Any:
+        with forced(chosen._replace(coarse=on)):  # backward as well
+            return call(ours(*case.leaves, slopes))
+
+    for mode in case.modes:
+        fields, functions, more = case.enter(mode), {}, {}
+        for name, on in {"triton": False, "triton, coarse": True}.items():
+            with left_out_if_it_fails(fields, name, set(), options):
+                more[name] = {"error": run(on, partial(case.error, mode=mode))}
+                functions[name] = partial(run, on, partial(case.call, mode=mode))
+        write_times(fields, functions, more, options)
 
 
 def tiles(options: argparse.Namespace) -> None:

@@ -84,6 +84,12 @@ class Case:
 
     def check(self, function: Call, mode: str) -> None:
         """Refuse results that are off by more than rounding."""
+        error = self.error(function, mode)
+        if not error < ALLOWED_ERROR:
+            raise AssertionError(f"a result is off by {error:.2g} of its largest number")
+
+    def error(self, function: Call, mode: str) -> float:
+        """By how much of its largest number the worst result is off."""
         if mode == FORWARD:
             results = {"out": self.call(function, mode)[:, :, -ROWS:]}
         else:
@@ -91,11 +97,8 @@ class Case:
             dout[:, :, -ROWS:] = self.dout[:, :, -ROWS:]
             dq, dk, dv = self.call(function, mode, dout)
             results = {"dq": dq[:, :, -ROWS:], "dk": dk, "dv": dv}
-        for name, x in results.items():
-            true = self.truth[name]
-            error = ((x - true).abs().max() / true.abs().max()).item()
-            if not error < ALLOWED_ERROR:
-                raise AssertionError(f"{name} is off by {error:.2g} of its largest number")
+        errors = {n: (x - self.truth[n]).abs().max() for n, x in results.items()}
+        return max((x / self.truth[n].abs().max()).item() for n, x in errors.items())
 
 
 def measure(case: Case, makers: Makers, options: argparse.Namespace) -> None:

@@ -36,7 +36,7 @@ ABILITIES = Abilities(
 )
 INTERPRETED = ("float16", "float32")
 # The interpreter has no such limits, but the same tiles.
-_INTERPRETED_BYTES, _INTERPRETED_PROCESSORS = 227 * 1024, 4
+_INTERPRETED_PROPERTIES = (0, 0), 227 * 1024, 4
 
 
 def why_not(problem: Problem) -> str | None:
@@ -105,11 +105,16 @@ def _read_properties(device: int) -> tuple[tuple[int, int], int, int]:
     return (properties.major, properties.minor), shared_memory, properties.multi_processor_count
 
 
+def _properties_for(q: Tensor) -> tuple[tuple[int, int], int, int]:
+    return _properties(q.device.index) if q.is_cuda else _INTERPRETED_PROPERTIES
+
+
 def _sizes(q: Tensor, v: Tensor) -> Sizes:
-    shared_memory = _properties(q.device.index)[1] if q.is_cuda else _INTERPRETED_BYTES
+    capability, shared_memory, _ = _properties_for(q)
     chosen = sizes.choose(q.shape[3], v.shape[3], q.element_size(), shared_memory)
     assert chosen is not None, "why_not refuses what does not fit"
-    return chosen
+    shown = (str(q.dtype).removeprefix("torch."), capability) in sizes.COARSE
+    return chosen._replace(coarse=True) if shown else chosen
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -125,9 +130,7 @@ def _fill(inputs: Inputs, results: Results) -> None:
     few = serves(T, H // max(1, G), call.q.element_size())
     with _on(call.q):
         if few and not inputs.precise and inputs.seed is None:
-            device = call.q.device.index
-            processors = _properties(device)[2] if call.q.is_cuda else _INTERPRETED_PROCESSORS
-            decode(call, processors, results.out, results.row_max, results.log_sum)
+            decode(call, _properties_for(call.q)[2], results.out, results.row_max, results.log_sum)
         else:
             forward(call, **results._asdict())
 
@@ -155,7 +158,7 @@ operators = operator.Operators(
     NAME,
     _fill,
     _fill_gradients,
-    lambda _: sizes.FEWEST_ROWS,
+    lambda _: sizes.FEWEST_ROWS // 2,  # two counts for each tile: of all blocks, and the precise
     unit=math.log(2),
     out_is_wide=False,
     visited_on_device=True,
