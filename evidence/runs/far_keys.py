@@ -248,7 +248,7 @@ def main() -> None:
     head = ["heads, tokens", "far keys in", "of all keys", "bytes a token", "of today's"]
     lines = table([*head, "ms a token", "of today's"], rows)
     here = record.here()
-    where = f"{here['machine']}, one thread, torch {here['versions']['torch']}"
+    where = f"{here['machine']}, one thread"
     text = f"{lines}\n\n{where}, {here['date']}, `python evidence/runs/far_keys.py`."
     fill("docs/numerics.md", {"far keys": text})
     print(text)
