@@ -80,6 +80,15 @@ void run(const Case& c, const Inputs& x, const Truth& truth) {
                     again.dleft == a.dleft && again.dright == a.dright && again.dx == a.dx && again.dxq == a.dxq;
   check(same, name, "the same bits with other threads");
 
+  Arrays<In> lean(c, x);  // nobody asks how slopes and positions matter: other blocks may take fewer terms
+  lean.gradients.dleft = lean.gradients.dright = nullptr;
+  lean.gradients.dpositions = lean.gradients.dquery_positions = nullptr;
+  forward(lean.call, lean.results);
+  backward(lean.call, lean.gradients);
+  compare("dq alone", name, lean.dq, truth.dq, of_gradients);
+  compare("dk alone", name, lean.dk, truth.dk, of_gradients);
+  compare("dv alone", name, lean.dv, truth.dv, of_gradients);
+
   for (std::size_t i = 0; i < a.left.size(); ++i) {  // a hidden side has no gradient
     if (std::isinf(x.left[i])) a.dleft[i] = static_cast<typename Arrays<In>::W>(truth.dleft[i]);
     if (c.causal || std::isinf(x.right[i])) a.dright[i] = static_cast<typename Arrays<In>::W>(truth.dright[i]);
@@ -914,6 +923,7 @@ int main(int count, char** names) {
            test_new_tokens_go_into_the_cache<Half>,
            test_new_tokens_go_into_the_cache<Brain>,
            test_points,
+           test_precision_by_distance,
            test_several_threads_may_call_at_once_and_be_interrupted,
            test_what_is_left_out,
        }) {

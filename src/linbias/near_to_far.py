@@ -272,12 +272,11 @@ class _Rows:
 
     def terms(self, first: int, end: int, bound: float, rounding: float) -> int:
         """How many terms suffice for a block, if it and all beyond it hold at most exp(bound)."""
-        D, vectors = self.k.shape[1], (self.q, self.k[first:end])
-        largest = math.prod(float(_norm(x).max()) for x in vectors)
-        # A score is off by up to error * |q| |k|. If that moves no weight much, this share costs
-        # the row what rounding all its scores may cost it, (D + 10) * rounding * |q| |k|.
-        for terms, error in ((1, 2.0**-7), (2, 2.0**-14)):
-            if error * largest <= 0.25 and _is_within(bound, (D + 10) * rounding / error):
+        score = math.prod(float(_norm(x).max()) for x in (self.q, self.k[first:end]))
+        # A score is off by up to error * |q| |k|. Where that moves no weight much, this share of a
+        # row costs it no more than eight roundings of a score.
+        for terms, error, largest in ((1, 2.0**-7, 2.0**5), (2, 2.0**-15, 2.0**12)):
+            if score <= largest and _is_within(bound, 8 * rounding / error):
                 return terms
         return 3
 

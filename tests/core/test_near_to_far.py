@@ -74,9 +74,9 @@ def test_steps_say_why_a_tile_stopped_and_a_flat_head_reads_everything():
     assert [step.end for step in (*read, last)] == list(range(496, 495 - 16 * len(read), -16))
 
 
-# How many bfloat16 terms suffice. For each number of them, what is computed so may cost lse what
-# rounding the scores of a row may, (D + 10) u |a||q||k|, and a little more where weights move:
-# (e^x - 1) / x, for the largest x that a score may be off by, 1/4.
+# How many bfloat16 terms suffice. For each number of them, what is computed so may cost lse eight
+# roundings of a score, 8 u |a||q||k|, and a little more where weights move: (e^x - 1) / x, for the
+# largest x that a score may be off by, 1/4.
 
 U, ROOM = 2.0**-24, math.expm1(0.25) / 0.25
 
@@ -119,7 +119,7 @@ def costs_of_terms(q, k, v, left, right, start, kinds, size=16):
     these are among `kinds`: the largest of lse and of out; and all numbers of terms that are said.
     """
     q, k, v = (np.float32(x).astype(np.float64) for x in (q, k, v))
-    D, said, costs = q.shape[1], set(), [(0.0, 0.0)]
+    said, costs = set(), [(0.0, 0.0)]
     options = {"right_slopes": [right], "causal": False, "query_start": start}
     visit = near_to_far.attention(
         q[None], k[None], v[None], [left], rows=size, keys=size, scale=1.0, **options
@@ -142,10 +142,10 @@ def costs_of_terms(q, k, v, left, right, start, kinds, size=16):
                 assert largest <= {1: 2**5, 2: 2**12}[step.terms]
         used = set(terms) & {1, 2}
         largest = max((_longest(k[terms == t]) for t in used), default=0.0) * _longest(q[here])
-        score = len(used) * (D + 10) * U * largest * ROOM
+        score = len(used) * 8 * U * largest * ROOM
         found_out, found_lse = in_terms(q[here], k, v, bias[here], terms)
         of_lse = np.abs(found_lse - lse[0, here]).max() / (score + U)
-        may = (score + U) * spread + len(used) * (D + 10) * U * most
+        may = (score + U) * spread + len(used) * 8 * U * most
         costs.append((of_lse, np.abs(found_out - out[0, here]).max() / may))
     return *np.max(costs, axis=0), said
 

@@ -227,7 +227,7 @@ def test_the_steps_of_a_head_are_the_oracles(visit, explorer_file):
         bound, limit, outside, state = row.locator("td").all_inner_texts()
         assert row.locator("th").inner_text() == f"{step.first:,} \u2013 {step.end - 1:,}"
         assert number(bound) == pytest.approx(min(1, np.exp(step.bound)), rel=6e-4)
-        share = {3: None, 2: 26 * 2.0**-10, 1: 26 * 2.0**-17, 0: 2.0**-24}[step.terms]
+        share = {3: None, 2: 2.0**-6, 1: 2.0**-14, 0: 2.0**-24}[step.terms]
         assert (
             limit == "\u2013" if share is None else number(limit) == pytest.approx(share, rel=6e-4)
         )

@@ -60,7 +60,7 @@ export function prepareQuery({ query, keys, position }) {
   const most = (norms) => running(Math.max, norms);
   const farthest = [most(radius), most(radius.toReversed()).toReversed()];
   const largest = farthest.map((norms) => norms.map((norm) => atCenter + qNorm * norm));
-  return { position, size, numKeys, dots, largest, qNorm, norms, kNorm: Math.max(...norms) };
+  return { position, numKeys, dots, largest, qNorm, norms, kNorm: Math.max(...norms) };
 }
 
 // What the values up to each one come to, from positive numbers.
@@ -80,8 +80,9 @@ function* blocksOutwards(position, numKeys, size) {
   }
 }
 
-// What a score is off by in so many terms of three, at most, of |q| |k|.
-const ERROR_IN_TERMS = { 1: 2 ** -7, 2: 2 ** -14 };
+// In one term, and in two: what a score is off by at most, as a share of |q| |k|, and the largest
+// score that is computed so.
+const ERROR_IN_TERMS = { 1: 2 ** -7, 2: 2 ** -15 }, LARGEST_IN_TERMS = { 1: 2 ** 5, 2: 2 ** 12 };
 
 // One query near to far; an infinite slope hides its side. Gives the keys read, first .. end - 1;
 // for each block the bound on it and all beyond (log), how many bfloat16 terms of each number
@@ -89,7 +90,7 @@ const ERROR_IN_TERMS = { 1: 2 ** -7, 2: 2 ** -14 };
 // may hold on a side; why each side ended; the weights and their sums `before` (keys 0 .. s) and
 // `after`; and what was never read.
 export function visit(prepared, { slopes, tolerance, block }) {
-  const { position, size, numKeys, dots, largest, qNorm, norms } = prepared;
+  const { position, numKeys, dots, largest, qNorm, norms } = prepared;
   const scores = dots.map((dot, s) => {
     const slope = slopes[s < position ? LEFT : RIGHT];
     return s === position ? dot : dot - slope * Math.abs(position - s);
@@ -105,7 +106,7 @@ export function visit(prepared, { slopes, tolerance, block }) {
   const numSides = open[LEFT] && open[RIGHT] ? 2 : 1;
   const rounding = tolerance >= 2 ** -24 ? 2 ** -24 / numSides : 0;
   const share = tolerance / numSides;
-  const shares = [share, ...[1, 2].map((few) => ((size + 10) * rounding) / ERROR_IN_TERMS[few])];
+  const shares = [share, ...[1, 2].map((few) => (8 * rounding) / ERROR_IN_TERMS[few])];
   const ended = open.map((isOpen) => (isOpen ? "keys" : "hidden"));
   const steps = [];
   let known = parts[position]; // of the keys read
@@ -119,7 +120,7 @@ export function visit(prepared, { slopes, tolerance, block }) {
     const bound = highest + logGeometric(slope, numLeft) - most - Math.log(known);
     const stop = slope > 0 && bound <= Math.log(share);
     const score = qNorm * Math.max(...norms.subarray(from, to));
-    const suffice = (few) => ERROR_IN_TERMS[few] * score <= 0.25 && bound <= Math.log(shares[few]);
+    const suffice = (few) => score <= LARGEST_IN_TERMS[few] && bound <= Math.log(shares[few]);
     const terms = stop ? 0 : [1, 2].find(suffice) ?? 3;
     const outside = (side === LEFT ? before : after)[nearest];
     steps.push({ side, first: from, end: to, bound, terms, outside });

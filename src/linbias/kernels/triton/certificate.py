@@ -372,9 +372,8 @@ def coarse_arguments(call: Call) -> dict[str, Any]:
     """What forward takes for it: how much of a row's sum such blocks may hold together, so that
     their rounding costs what rounding may cost anyway, and up to which |scale| |q| |k|.
     """
-    kind, D = coarse_dtype(call), call.q.shape[3]
-    narrow = torch.finfo(call.q.dtype)
-    share = (D + 10) * 2.0**-18 if narrow.bits == 32 else narrow.eps
+    kind, narrow = coarse_dtype(call), torch.finfo(call.q.dtype)
+    share = 2.0**-14 if narrow.bits == 32 else narrow.eps
     log = log_share(max(share, call.tolerance), call.right is not None)
     limit = LOG2E.value * (2.0**5 if kind == tl.bfloat16 else 2.0)
     return {"COARSE": kind, "coarse_share": log, "coarse_limit": limit}

@@ -1,0 +1,117 @@
+// In how many terms the matrix unit computes blocks of float32. kValue is as far from a bfloat16 as a number can be:
+// where only far keys have it as their value, or far queries as their dout, and all others 0, one term loses 2^-8 of
+// the result, and two lose next to nothing.
+#include "attention_test.h"
+
+namespace linbias::testing {
+namespace {
+
+constexpr double kOneTerm = 0x1p-8, kValue = 1 + 0.99 * kOneTerm;
+const Case kCase = {1, 3, 3, 192, 1024, 32, 32};
+
+// Random queries and keys, the queries `size` times as long; or, where `shared` is given, all alike and so long.
+Inputs scene(double size, double shared) {
+  Inputs x = draw(kCase, false);
+  x.left = {0.06, 0.1, 0.3};
+  for (auto* array : {&x.q, &x.k}) {
+    const double by = array == &x.q ? size : 1;
+    for (double& entry : *array) {
+      entry = static_cast<float>(shared > 0 ? shared / std::sqrt(double(kCase.D)) : entry * by);
+    }
+  }
+  return x;
+}
+
+// Values of keys whose bias is at least 6 nats for every query: before it they may hold e^6 times a near key.
+Inputs far_values(Inputs x) {
+  for (std::size_t i = 0; i < x.v.size(); ++i) {
+    const std::int64_t h = std::int64_t(i) / kCase.E / kCase.S, s = std::int64_t(i) / kCase.E % kCase.S;
+    x.v[i] = x.left[h] * double(kCase.S - kCase.T - s) > 6 ? static_cast<float>(kValue) : 0;
+  }
+  return x;
+}
+
+// What some results are too small by.
+struct Lost {
+  double most = 0;
+  int by_one_term = 0;  // how many by about what one term loses, of those that the tolerance cannot hide
+
+  template <typename W>
+  Lost(const std::vector<W>& found, const std::vector<double>& truth, double from, double to) {
+    for (std::size_t i = 0; i < truth.size(); ++i) {
+      const double missing = truth[i] - double(found[i]), share = std::abs(missing) / truth[i] / kOneTerm;
+      most = std::max(most, missing);
+      by_one_term += truth[i] > 1e-6 && share > from && share < to;
+    }
+  }
+  bool in_one_term() const { return by_one_term >= 5; }
+};
+
+Lost of_rows(const Inputs& x, double tolerance) {
+  Arrays<float> a(kCase, x);
+  a.call.tolerance = tolerance;
+  forward(a.call, a.results);
+  return Lost(a.out, define(kCase, x).out, 0.75, 1.25);
+}
+
+void test_far_blocks_take_one_term_and_hold_no_more_than_its_share() {
+  const Lost lost = of_rows(far_values(scene(1, 0)), 0x1p-24);
+  check(lost.in_one_term(), target(), "far blocks take one term");
+  check(lost.most <= 0x1p-14 * kOneTerm, target(), "blocks of one term hold at most 2^-14 of a row");
+}
+
+void test_low_tolerances_and_large_scores_ask_for_more_terms() {
+  const Inputs random = far_values(scene(1, 0));
+  check(!of_rows(random, 0).in_one_term(), target(), "a tolerance of 0 asks for all terms");
+  check(!of_rows(random, 0x1p-25).in_one_term(), target(), "a tolerance below rounding asks for all terms");
+  check(!of_rows(far_values(scene(20, 0)), 0x1p-24).in_one_term(), target(), "scores of hundreds ask for two terms");
+  for (const double shared : {15.0, 400.0}) {
+    const Inputs alike = far_values(scene(1, shared));
+    check(!of_rows(alike, 0x1p-24).in_one_term(), target(), "large scores that all keys share ask for more terms");
+  }
+  // Of hundreds of millions a product in two terms would say nothing.
+  const Inputs huge = scene(1e7, 0);
+  Arrays<float> a(kCase, huge), precise(kCase, huge);
+  precise.call.tolerance = 0x1p-25;
+  forward(a.call, a.results);
+  forward(precise.call, precise.results);
+  check(a.out == precise.out, target(), "scores of 1e8 are computed in all terms");
+}
+
+// dv of keys far from the last queries, the only ones whose dout is not 0.
+void test_far_gradients_take_one_term_unless_slopes_ask_for_theirs() {
+  Inputs x = scene(1, 0);
+  for (std::size_t i = 0; i < x.dout.size(); ++i) {
+    x.dout[i] = std::int64_t(i) / kCase.E % kCase.T < kCase.T - 48 ? 0 : static_cast<float>(kValue);
+  }
+  std::fill(x.dlse.begin(), x.dlse.end(), 0);
+  std::fill(x.v.begin(), x.v.end(), 0);
+  std::vector<double> truth = define(kCase, x).dv;
+  for (std::size_t i = 0; i < truth.size(); ++i) {
+    if (std::int64_t(i) / kCase.E % kCase.S >= kCase.S - kCase.T) truth[i] = 0;
+  }
+  const auto in_one_term = [&](double tolerance, bool slopes) {
+    Arrays<float> a(kCase, x);
+    a.call.tolerance = tolerance;
+    if (!slopes) a.gradients.dleft = a.gradients.dright = nullptr;
+    forward(a.call, a.results);
+    backward(a.call, a.gradients);
+    return Lost(a.dv, truth, 0x1p-4, 1.25).in_one_term();
+  };
+  check(in_one_term(0x1p-24, false), target(), "far gradients take one term");
+  check(!in_one_term(0, false), target(), "a tolerance of 0 asks for all terms of gradients");
+  check(!in_one_term(0x1p-24, true), target(), "gradients of slopes ask for all terms");
+}
+
+}  // namespace
+
+void test_precision_by_distance() {
+  on_every_target([] {
+    if (!std::strstr(target(), "amx")) return;
+    test_far_blocks_take_one_term_and_hold_no_more_than_its_share();
+    test_low_tolerances_and_large_scores_ask_for_more_terms();
+    test_far_gradients_take_one_term_unless_slopes_ask_for_theirs();
+  });
+}
+
+}  // namespace linbias::testing
