@@ -171,6 +171,7 @@ struct Bfloat16BackwardWork {
   }
 
   void visit_groups(Biased& biased, int64_t from, int64_t to, int terms, TermsOfGroups& expected, Taken& taken) {
+    if constexpr (!kFine) terms = kTerms;  // which the compiler then knows
     const Terms<uint16_t> keys = packed.keys_at(slot, biased.block), values = packed.values_at(slot, biased.block),
                           keys_transposed = packed.keys_transposed_at(slot, biased.block);
     const Terms<uint32_t> q = columns_of(scratch.q_columns, packed.deep_D, kTerms),
