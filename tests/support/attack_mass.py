@@ -11,9 +11,8 @@ beyond rounding (`ROUNDING`, of the type of `out`) lost the share that is missin
 of its weight. A key is read or it is not, so rounding alone never counts as loss, however small
 the tolerance is. In backward, dv holds the weights in the same way where dout is 2^15 in one row
 and column. The ratio is the largest mass that a row loses over `tolerance`: above 1, the
-certificate is broken. Weights of float32 may also be off because far keys are computed coarsely;
-what they are off by together, over what docs/math.md (section 11) and rounding allow, is a ratio
-that may not be above 1 either.
+certificate is broken. Where far keys are computed coarsely (`Setting.coarse`), what weights are
+off by together, over what docs/math.md (section 11) and rounding allow, is such a ratio, too.
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ from cases import round_to
 from linbias._request import TOLERANCE
 
 ONE = 2.0**15
-# Shares of a column's weight that may be missing from rounding alone, or in float32 because a
-# score is off by 1/4. Scores of some hundred lose digits.
-ROUNDING = {"float64": 2.0**-20, "float32": 0.25, "float16": 2.0**-5, "bfloat16": 2.0**-4}
+# Shares of a column's weight that may be missing from rounding alone. Scores of some hundred lose
+# digits.
+ROUNDING = {"float64": 2.0**-20, "float32": 2.0**-8, "float16": 2.0**-5, "bfloat16": 2.0**-4}
+COARSE = 0.25  # the same of keys that are computed coarsely: their scores may be off by as much
 LARGEST = {"float64": 1e150, "float32": 1e18, "float16": 6e4, "bfloat16": 1e18}
 MOST_COLUMNS = 256  # the largest head size of the compiled core
 STEPS = 80
@@ -51,6 +51,7 @@ class Setting:
     num_chains: int
     own_starts: bool  # every candidate has a query_start of its own, or all the same
     placed: bool = False  # keys have positions
+    coarse: bool = False  # far keys are computed coarsely
 
     @property
     def column_keys(self) -> int:
@@ -138,13 +139,13 @@ def ratios(setting: Setting, subject: Subject, chains: Chains) -> np.ndarray:
         expected = expected[:, probed_row(setting)]
     with np.errstate(invalid="ignore", divide="ignore"):
         missing = 1 - found / expected
-    read = missing <= ROUNDING[setting.dtype]
-    coarse = np.where((expected > 0) & read, np.abs(missing) * expected, 0.0)
-    missing = np.where((expected > 0) & ~read, missing, 0.0)
+    most = COARSE if setting.coarse else ROUNDING[setting.dtype]
+    coarse = np.where((expected > 0) & (missing <= most), np.abs(missing) * expected, 0.0)
+    missing = np.where((expected > 0) & (missing > most), missing, 0.0)
     # What vanishes beside the tolerance may as well be rounded to 0.
     lost = np.where(expected > setting.tolerance * 1e-6 / setting.S, missing * expected, 0.0)
     ratio = _worst_row(setting, lost) / setting.tolerance
-    if setting.dtype == "float32":
+    if setting.coarse:
         ratio = np.maximum(ratio, _worst_row(setting, coarse) / _coarse_share(setting, chains))
     return np.where(_beyond_precision(setting, chains), 0.0, ratio)
 

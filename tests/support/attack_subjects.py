@@ -63,10 +63,11 @@ class Attacked:
         own_starts = self.implementation.startswith(("cpu", "near"))
         setting = random_setting(rng, self.dtype, decode=decode, own_starts=own_starts)
         setting = replace(setting, placed=self.placed)
-        if self.implementation.endswith("amx") and self.dtype == "float32" and not decode:
+        if "amx" in self.implementation and self.dtype == "float32" and not decode:
             # The matrix unit takes no smaller calls. At most other tolerances nothing shows of it.
             sizes = {"T": 192, "D": 32, "S": int(rng.choice([512, 1024])), "num_chains": 4}
-            return replace(setting, **sizes, tolerance=float(rng.choice([2.0**-24, 2.0**-20])))
+            tolerance = float(rng.choice([2.0**-24, 2.0**-20]))
+            return replace(setting, **sizes, tolerance=tolerance, coarse=True)
         if own_starts and not self.implementation.startswith("near"):
             return setting
         sizes = {"T": int(rng.choice([1, 3, 20])), "num_chains": 12}
