@@ -1,7 +1,7 @@
 // The core against a double loop, without Python: every type, sizes around the vector width, ranges and starts of every
 // kind, few queries and many, one and many threads. certificate_test.cpp adds what the core may leave out,
-// parallel_test.cpp how tasks are shared out, points_test.cpp attention over points, precision_test.cpp in how many terms
-// blocks are computed.
+// parallel_test.cpp how tasks are shared out, points_test.cpp attention over points, precision_test.cpp in how many
+// terms blocks are computed.
 //
 //     attention_test             on every target that runs here
 //     attention_test avx2 ...    on these
