@@ -59,6 +59,7 @@ struct ForwardTask {
     int64_t next[2] = {tile.near_first - 1, tile.near_last + 1};
     int32_t* visited = results.visited + ((b * call.H + h) * results.visited_tiles + t) * 2;
     visited[kLeft] = visited[kRight] = 0;
+    int32_t precise[2] = {0, 0};
     bool open[2] = {!tile.hidden[kLeft] && tile.is_seen_from(next[kLeft], kLeft),
                     !tile.hidden[kRight] && tile.is_seen_from(next[kRight], kRight)};
     Negligible negligible[2] = {Negligible(false), Negligible(false)};
@@ -71,12 +72,14 @@ struct ForwardTask {
           open[side] = false;
           continue;
         }
-        if (tile.is_seen(next[side])) work.visit(next[side], negligible[side]);
+        const bool in_full = tile.is_seen(next[side]) && work.visit(next[side], negligible[side]);
         ++visited[side];
+        if (in_full) precise[side] = visited[side];
         next[side] += side == kLeft ? -1 : 1;
         open[side] = tile.is_seen_from(next[side], side);
       }
     }
+    if (results.visited_tiles >= 2 * num_tiles) __builtin_memcpy(visited + 2 * num_tiles, precise, sizeof precise);
     work.finish();
   }
 };
@@ -146,8 +149,8 @@ struct ForwardWork {
   }
 
   // Add a block to the sums of all rows, unless the block before it was negligible and its own scores are, too: then
-  // little is left to add beyond it.
-  void visit(int64_t block, bool& negligible) {
+  // little is left to add beyond it. Returns true: it was computed in full.
+  bool visit(int64_t block, bool& negligible) {
     const Head<W>& head = *tile.head;
     // What lies in `score` beyond is hidden from every row.
     const int64_t shown = tile.shown(block), columns = round_up(shown, kLanes);
@@ -156,7 +159,7 @@ struct ForwardWork {
     const Biased<W> biased(tile, block);
     const W allowance = static_cast<W>(call.tolerance * (1 - kTailShare));
     const bool may_be_left_out = negligible && packed.skips && head.radius[block] == head.radius[block];
-    if (may_be_left_out && is_negligible(biased, allowance, scratch)) return;
+    if (may_be_left_out && is_negligible(biased, allowance, scratch)) return true;
     int matters = 0;
     for (int64_t i = 0; i < tile.rows; ++i) {
       const W added = online_softmax(biased, i);
@@ -170,6 +173,7 @@ struct ForwardWork {
     multiply<W>(tile.padded_rows, packed.padded_E, shown, {weight, kKeys},
                 {head.values + block * kKeys * head.value_row, head.value_row}, {scratch.acc, packed.padded_E}, true);
     negligible = !matters;
+    return true;
   }
 
   // Turn the products of row i into weights, and what was summed before to the new maximum. Returns their sum.

@@ -78,6 +78,46 @@ void test_low_tolerances_and_large_scores_ask_for_more_terms() {
   check(a.out == precise.out, target(), "scores of 1e8 are computed in all terms");
 }
 
+// Values only in one block after the other, and such that two terms lose 2^-17 of them: where some 16 rows of a tile
+// lose less of their result, the block was computed in full.
+void test_counts_reach_to_the_outermost_block_computed_in_full() {
+  constexpr std::int64_t kRows = 16;
+  Inputs x = scene(1, 0);
+  const std::int64_t tiles = kCase.T / kTileRows, head_rows = kCase.T * kCase.E;
+  std::vector<std::int32_t> counts(kCase.H * 2 * tiles * 2, -1);
+  int coarse = 0, in_full = 0;
+  for (std::int64_t block = 0; block < (kCase.S - kCase.T) / kBlockKeys; ++block) {
+    for (std::size_t i = 0; i < x.v.size(); ++i) {
+      x.v[i] = std::int64_t(i) / kCase.E % kCase.S / kBlockKeys == block ? 1 + 0x1p-9 + 0x1.fap-18 : 0;
+    }
+    Arrays<float> a(kCase, x), whole(kCase, x);
+    a.results.visited = counts.data(), a.results.visited_tiles = 2 * tiles;
+    whole.call.tolerance = 0;
+    forward(a.call, a.results);
+    forward(whole.call, whole.results);
+    for (std::int64_t h = 0; h < kCase.H; ++h) {
+      for (std::int64_t tile = 0; tile < tiles; ++tile) {
+        const std::int32_t *read = counts.data() + (h * 2 * tiles + tile) * 2, *precise = read + tiles * 2;
+        const std::int64_t steps = (kCase.S - kCase.T + tile * kTileRows) / kBlockKeys - block;
+        if (steps < 1 || steps > read[0]) continue;
+        bool some = false;
+        for (std::int64_t from = tile * kTileRows; from < (tile + 1) * kTileRows; from += kRows) {
+          bool all = true;
+          for (std::int64_t i = h * head_rows + from * kCase.E; i < h * head_rows + (from + kRows) * kCase.E; ++i) {
+            all &= std::abs(a.out[i] - whole.out[i]) < 0x1p-19f * whole.out[i];
+          }
+          some |= all;
+        }
+        check(steps <= precise[0] || !some, target(), "no block beyond the counts is computed in full");
+        check(steps != precise[0] || some, target(), "the outermost block of the counts is");
+        check(precise[0] <= read[0] && precise[1] == 0, target(), "blocks computed in full are read");
+        ++(some ? in_full : coarse);
+      }
+    }
+  }
+  check(in_full > 0 && coarse > 0, target(), "there are blocks of both kinds");
+}
+
 // dv of keys far from the last queries, the only ones whose dout is not 0.
 void test_far_gradients_take_one_term_unless_slopes_ask_for_theirs() {
   Inputs x = scene(1, 0);
@@ -110,6 +150,7 @@ void test_precision_by_distance() {
     if (!std::strstr(target(), "amx")) return;
     test_far_blocks_take_one_term_and_hold_no_more_than_its_share();
     test_low_tolerances_and_large_scores_ask_for_more_terms();
+    test_counts_reach_to_the_outermost_block_computed_in_full();
     test_far_gradients_take_one_term_unless_slopes_ask_for_theirs();
   });
 }

@@ -3,10 +3,8 @@
     python evidence/benchmarks/bench_prepack.py
 
 BLOOM-560m's shape with random weights, without gradients: reading texts, and one token after a
-text of
-512. `torch._inductor.config.freezing` has the compiler take weights for constants: it orders them
-     for
-oneDNN as `prepack` does, and joins what comes before and after the products.
+text of 512. `torch._inductor.config.freezing` has the compiler take weights for constants: it
+orders them for oneDNN as `prepack` does, and joins what comes before and after the products.
 """
 
 import argparse

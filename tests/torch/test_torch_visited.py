@@ -49,6 +49,8 @@ def test_what_is_not_read_holds_at_most_the_tolerance(implementation, case, tole
     left_out = near_to_far.share_outside(q, k, *rows_of(found, case.T), left, **numpy_options)
     assert left_out.max() <= tolerance
     assert (found.first <= found.end).all() and (found.work_kept <= 1).all()
+    assert torch.equal(found.precise_first, found.first)  # of float64
+    assert torch.equal(found.precise_end, found.end)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

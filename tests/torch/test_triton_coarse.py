@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton compiles here: see test_triton_gpu.py", allow_module_level=True)
 
 from interpreter import repaired
-from linbias.kernels.triton import certificate, forward
+from linbias.kernels.triton import forward
 from test_triton import LITTLE
 
 # The interpreter computes with NumPy, which warns of inf - inf.
@@ -43,8 +43,7 @@ def num_coarse(monkeypatch):
         fill(call, out, row_max, log_sum, visited)
         num_tiles = -(-call.q.shape[2] // call.sizes.forward.rows)
         counts = visited.split(num_tiles, 2)
-        if certificate.coarse_dtype(call) is not None:
-            calls.append(int((counts[0] - counts[1]).clamp(min=0).sum()))
+        calls.append(int((counts[0] - counts[1]).clamp(min=0).sum()))
 
     def since() -> int:
         total = sum(calls)
@@ -224,6 +223,19 @@ def test_backward_takes_the_same_blocks_in_shorter_floats(dtype, num_coarse):
     for ours, other in zip(coarse, precise, strict=True):
         assert not torch.equal(ours, other)
         torch.testing.assert_close(ours, other, rtol=0, atol=allowed * other.abs().max())
+
+
+def test_visited_says_which_keys_are_precise(num_coarse):
+    options = {"causal": False, "implementation": "triton"}
+    found = linbias.torch.visited(*drawn(), [0.5, 0.25], **options)
+    near = (160 + torch.arange(0, 40, LITTLE.forward.rows)) // LITTLE.forward.keys
+    assert num_coarse() > 0 and (found.first < found.precise_first).any()
+    assert (found.first <= found.precise_first).all()
+    assert (found.precise_first <= near * LITTLE.forward.keys).all()
+    with sizes.forced(LITTLE):
+        whole = linbias.torch.visited(*drawn(), [0.5, 0.25], **options)
+    assert torch.equal(whole.precise_first, whole.first)
+    assert torch.equal(whole.precise_end, whole.end)
 
 
 def test_it_is_on_where_a_device_has_shown_it(monkeypatch):

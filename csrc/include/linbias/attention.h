@@ -67,7 +67,9 @@ inline constexpr std::int64_t kBlockKeys = 64;
 //     from            first + (near_first - visited[0]) * kBlockKeys
 //     up to min(end,  first + (near_end   + visited[1]) * kBlockKeys)    one past the last
 //
-// of which it left out blocks that none of its queries sees (query_range).
+// of which it left out blocks that none of its queries sees (query_range). Where there is room for twice as many tiles,
+// the counts behind those of all tiles reach likewise to the outermost blocks that were computed in full: float32's
+// blocks further off may be computed in fewer terms than float32 has digits for (kernel/bfloat16/precision-inl.h).
 //
 // Calls of few queries that will not be differentiated read row by row, each its own keys, and leave `visited` as it
 // is.

@@ -157,9 +157,10 @@ struct Bfloat16BackwardWork {
     Biased biased(tile, block);
     Taken taken;
     if (biased.positioned) __builtin_memset(scratch.pulls, 0, sizeof(float) * kGroupScores);
-    precision.for_groups(biased, packed.groups_at_once(), expected, [&](int64_t first, int64_t end, int terms) {
-      visit_groups(biased, first, end, terms, expected, taken);
-    });
+    precision.for_groups(biased, packed.groups_at_once(), expected,
+                         [&](int64_t first, int64_t end, int terms, int* left) __attribute__((always_inline)) {
+                           visit_groups(biased, first, end, terms, expected, taken, left);
+                         });
     int64_t most_shown = 0;
     for (const int64_t shown : taken.shown) most_shown = larger_of(most_shown, shown);
     if (most_shown == 0) return;
@@ -170,7 +171,8 @@ struct Bfloat16BackwardWork {
                      dk + block * kKeys * packed.padded_D);
   }
 
-  void visit_groups(Biased& biased, int64_t from, int64_t to, int terms, TermsOfGroups& expected, Taken& taken) {
+  LINBIAS_INLINE void visit_groups(Biased& biased, int64_t from, int64_t to, int terms, TermsOfGroups& expected,
+                                   Taken& taken, int* left) {
     if constexpr (!kFine) terms = kTerms;  // which the compiler then knows
     const Terms<uint16_t> keys = packed.keys_at(slot, biased.block), values = packed.values_at(slot, biased.block),
                           keys_transposed = packed.keys_transposed_at(slot, biased.block);
@@ -179,7 +181,6 @@ struct Bfloat16BackwardWork {
                           dscores = {scratch.pairs, kLanes16, terms, kPairsStep};
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
     const Floats nearer = Precision<kTerms>::kMargin / biased.fall();
-    bool again[kGroups] = {};
     QueryGroups groups(biased, from, to);
     groups.multiply(unit, keys.first(terms), q.first(terms), scratch.score);
     for (int64_t group = groups.first; group < groups.end; ++group) {
@@ -195,16 +196,15 @@ struct Bfloat16BackwardWork {
       if (groups.shown[group] == 0) continue;
       biased.turn_to(group);
       Floats added;
-      again[group] = !score_gradients({biased, group, group - from, groups.shown[group], terms}, added);
-      if (again[group]) groups.shown[group] = 0;
-      else expected.of[group] = precision.terms_for(group, added * nearer);
+      if (score_gradients({biased, group, group - from, groups.shown[group], terms}, added)) {
+        expected.of[group] = precision.terms_for(group, added * nearer);
+      } else {
+        left[group] = kTerms;
+        groups.shown[group] = 0;
+      }
     }
     groups.add(unit, packed.padded_D, keys_transposed.first(terms), dscores, scratch.acc);
     for (int64_t group = groups.first; group < groups.end; ++group) {
-      if (again[group]) {
-        visit_groups(biased, group, group + 1, kTerms, expected, taken);
-        continue;
-      }
       if constexpr (!kFine) clear(group, groups.shown[group]);
       taken.shown[group] = groups.shown[group];
       taken.terms[group] = terms;

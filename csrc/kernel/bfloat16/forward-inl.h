@@ -59,15 +59,20 @@ struct Bfloat16ForwardWork {
   }
 
   // Add a block to the sums of all queries, unless for a group of them the block before was negligible and this one is,
-  // too.
-  void visit(int64_t block, TermsOfGroups& expected) {
+  // too. Returns whether any of them needed all terms.
+  bool visit(int64_t block, TermsOfGroups& expected) {
     Biased biased(tile, block);
-    precision.for_groups(biased, packed.groups_at_once(), expected, [&](int64_t first, int64_t end, int terms) {
-      visit_groups(biased, first, end, terms, expected);
-    });
+    bool in_full = false;
+    precision.for_groups(biased, packed.groups_at_once(), expected,
+                         [&](int64_t first, int64_t end, int terms, int* left) __attribute__((always_inline)) {
+                           visit_groups(biased, first, end, terms, expected, left);
+                           in_full |= terms == kTerms;
+                         });
+    return in_full;
   }
 
-  void visit_groups(Biased& biased, int64_t from, int64_t to, int terms, TermsOfGroups& expected) {
+  LINBIAS_INLINE void visit_groups(Biased& biased, int64_t from, int64_t to, int terms, TermsOfGroups& expected,
+                                   int* left) {
     if constexpr (!kFine) terms = kTerms;  // which the compiler then knows
     const Terms<uint16_t> keys = packed.keys_at(slot, biased.block),
                           values = packed.values_transposed_at(slot, biased.block);
@@ -75,7 +80,6 @@ struct Bfloat16ForwardWork {
                           weights = {scratch.pairs, kLanes16, weight_terms(terms), kPairsStep};
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
     const Floats fall = biased.fall(), beyond = Precision<kTerms>::kMargin * fall / (1.0f - fall);
-    bool again[kGroups] = {};
     QueryGroups groups(biased, from, to);
     groups.multiply(unit, keys.first(terms), q.first(terms), scratch.score);
     for (int64_t group = groups.first; group < groups.end; ++group) {
@@ -88,8 +92,8 @@ struct Bfloat16ForwardWork {
         continue;
       }
       Floats added;
-      again[group] = !add_weights(biased, group, terms, scores, scratch.pairs + (group - from) * kGroupPairs, added);
-      if (again[group]) {
+      if (!add_weights(biased, group, terms, scores, scratch.pairs + (group - from) * kGroupPairs, added)) {
+        left[group] = kTerms;
         groups.shown[group] = 0;
         continue;
       }
@@ -97,9 +101,6 @@ struct Bfloat16ForwardWork {
       expected.of[group] = small ? TermsOfGroups::kNegligible : precision.terms_for(group, added * beyond);
     }
     groups.add(unit, packed.padded_E, values.first(terms), weights, scratch.acc);
-    for (int64_t group = groups.first; group < groups.end; ++group) {
-      if (again[group]) visit_groups(biased, group, group + 1, kTerms, expected);
-    }
   }
 
   int weight_terms(int terms) const { return kFine ? terms : call.precise ? 2 : 1; }

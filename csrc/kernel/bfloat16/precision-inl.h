@@ -34,7 +34,7 @@ struct Precision {
 
   // Scores are at most `largest_score` before their bias. A tolerance below rounding asks for all terms everywhere.
   void begin(const Call& call, float largest_score) {
-    __builtin_memset(scratch.coarse, 0, sizeof scratch.coarse);
+    if constexpr (kTerms > 1) __builtin_memset(scratch.coarse, 0, sizeof scratch.coarse);
     const bool tolerant = call.tolerance >= static_cast<double>(kUnitRoundoff<float>) && !(call.dropout > 0);
     for (int terms = 1; terms < kTerms; ++terms) {
       const bool few = tolerant && largest_score <= kLargestScore[terms];
@@ -54,8 +54,9 @@ struct Precision {
   }
   // The pivots have been raised: what was summed shrinks.
   void shrink(int64_t group, Floats factor) {
-    for (auto& coarse : scratch.coarse) {
-      store<float>(coarse + group * kLanes16, load(coarse + group * kLanes16) * factor);
+    for (int terms = 1; terms < kTerms; ++terms) {
+      float* coarse = scratch.coarse[terms] + group * kLanes16;
+      store<float>(coarse, load(coarse) * factor);
     }
   }
 
@@ -70,21 +71,26 @@ struct Precision {
     return kTerms;
   }
 
-  // Run visit(first, end, terms) for all groups of queries; several at once where they need equally many terms.
+  // Run visit(first, end, terms, left) for all groups of queries; several at once where they need equally many terms.
+  // Where so few terms would cost a group too much, visit leaves it as it was and sets left[group] to all of them.
   template <typename Biased, typename Visit>
-  void for_groups(Biased& biased, int64_t at_once, const TermsOfGroups& expected, const Visit& visit) const {
+  LINBIAS_INLINE void for_groups(Biased& biased, int64_t at_once, const TermsOfGroups& expected,
+                                 const Visit& visit) const {
     const int64_t num_groups = round_up(biased.tile.rows, kLanes16) / kLanes16;
-    int terms[kGroups];
+    int left[kGroups];
     for (int64_t group = 0; group < num_groups; ++group) {
-      terms[group] = expected.of[group];
-      if (!biased.is_whole()) terms[group] = kTerms;
-      else if (terms[group] == TermsOfGroups::kNegligible) terms[group] = terms_for(group, Floats{});
-      else if (terms[group] == TermsOfGroups::kUnknown) terms[group] = terms_by_distance(biased, group);
+      left[group] = expected.of[group];
+      if (kTerms == 1 || !biased.is_whole()) left[group] = kTerms;
+      else if (left[group] == TermsOfGroups::kNegligible) left[group] = terms_for(group, Floats{});
+      else if (left[group] == TermsOfGroups::kUnknown) left[group] = terms_by_distance(biased, group);
     }
-    for (int64_t first = 0, end; first < num_groups; first = end) {
-      const int64_t last = smaller_of(num_groups, first + (terms[first] < kTerms ? kGroups : at_once));
-      for (end = first + 1; end < last && terms[end] == terms[first]; ++end) continue;
-      visit(first, end, terms[first]);
+    for (int64_t first = 0; first < num_groups;) {
+      const int terms = left[first];
+      const int64_t last = smaller_of(num_groups, first + (terms < kTerms ? kGroups : at_once));
+      int64_t end = first;
+      for (; end < last && left[end] == terms; ++end) left[end] = 0;
+      if (terms > 0) visit(first, end, terms, left);
+      while (first < end && left[first] == 0) ++first;
     }
   }
 

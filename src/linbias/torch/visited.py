@@ -21,12 +21,17 @@ class Visited(NamedTuple):
         end: Likewise, one past the last; equal to first where a tile reads nothing.
         tile_rows: Query rows of a tile.
         work_kept: [B, H], float64: the share of visible pairs of query and key that is read.
+        precise_first, precise_end: As first and end, of the keys that forward computes in all
+            digits of their dtype. Those further off hold so little of any row that fewer are as
+            good (docs/math.md, section 11): float32 where a processor has a matrix unit (AMX).
     """
 
     first: Tensor
     end: Tensor
     tile_rows: int
     work_kept: Tensor
+    precise_first: Tensor
+    precise_end: Tensor
 
 
 @_request.takes(Options)
@@ -67,12 +72,15 @@ def visited(
     # Decoding keeps no account of what it reads: what will be differentiated is never decoded.
     counts = chosen.operators.forward(*inputs._replace(precise=True))[3]
     first, end, tile_rows = chosen.visited_keys(inputs, counts)
-    first, end = first.cpu(), end.cpu()
+    keys = [first, end, first, end]
+    if chosen.operators.counts_precise:
+        keys[2:] = chosen.visited_keys(inputs, counts[:, :, first.shape[2] :])[:2]
+    keys = [x.cpu() for x in keys]
     if inputs.query_range is not None:
         low, high = _seen_by_tiles(inputs.query_range.cpu(), tile_rows)
-        first = torch.maximum(first, low)
-        end = torch.maximum(first, torch.minimum(end, high))
-    return Visited(first, end, tile_rows, _work_kept(inputs, first, end, tile_rows))
+        keys = [torch.minimum(torch.maximum(x, low), torch.maximum(low, high)) for x in keys]
+    first, end, *precise = keys
+    return Visited(first, end, tile_rows, _work_kept(inputs, first, end, tile_rows), *precise)
 
 
 def _seen_by_tiles(ranges: Tensor, tile_rows: int) -> tuple[Tensor, Tensor]:

@@ -253,8 +253,7 @@ def forward_kernel(
                 precise += skipped // KEYS
             counts = VISITED + (head * visited_tiles + tile) * 2 + SIDE
             tl.store(counts, visited)
-            if COARSE is not None:
-                tl.store(counts + num_tiles * 2, precise)
+            tl.store(counts + num_tiles * 2, visited if COARSE is None else precise)
 
     empty = row_sum == 0
     rows = head * T + start
@@ -271,7 +270,7 @@ def forward(call: Call, out: Tensor, row_max: Tensor, log_sum: Tensor, visited: 
     """Fill out [B, H, T, E], row_max and log_sum [B, H, T] in bits, and visited [B, H, tiles, 2].
 
     It counts the blocks that each of T / FEWEST_ROWS tiles visits to the left and right of its
-    own.
+    own, and behind these up to the outermost that is not in shorter floats.
     """
     B, H, _, T, S, D, _ = call.lengths
     if B * H * T == 0:

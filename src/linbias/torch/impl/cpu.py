@@ -51,7 +51,12 @@ def _fill_gradients(
 
 
 operators = operator.Operators(
-    NAME, _fill, _fill_gradients, lambda _: core.TILE_ROWS, narrows=(torch.bfloat16,)
+    NAME,
+    _fill,
+    _fill_gradients,
+    lambda _: core.TILE_ROWS,
+    counts_precise=True,
+    narrows=(torch.bfloat16,),
 )
 attention = operators.attention
 

@@ -158,10 +158,11 @@ operators = operator.Operators(
     NAME,
     _fill,
     _fill_gradients,
-    lambda _: sizes.FEWEST_ROWS // 2,  # two counts for each tile: of all blocks, and the precise
+    lambda _: sizes.FEWEST_ROWS,
     unit=math.log(2),
     out_is_wide=False,
     visited_on_device=True,
+    counts_precise=True,
 )
 attention = operators.attention
 

@@ -57,13 +57,14 @@ class Results(NamedTuple):
     in another way or nothing will be differentiated. lse comes as row_max + log_sum, in the
     implementation's unit: their rounded sum would cost backward the digits of log_sum. `visited`
     counts the blocks that each tile visited beyond the near ones, to the left and to the right;
-    backward visits the same.
+    backward visits the same. Behind all tiles an implementation that `counts_precise` counts up to
+    the outermost block that it computed in full.
     """
 
     out: Tensor  # [B, H, T, E]
     row_max: Tensor  # [B, H, T], wide
     log_sum: Tensor  # [B, H, T], wide
-    visited: Tensor  # [B, H, tiles + 1, 2], int32, zeroed
+    visited: Tensor  # [B, H, tiles + 1, 2], or twice the tiles; int32, zeroed
 
 
 class Gradients(NamedTuple):
@@ -114,6 +115,7 @@ class Operators:
         unit: float = 1.0,
         out_is_wide: bool = True,
         visited_on_device: bool = False,
+        counts_precise: bool = False,
         narrows: tuple[torch.dtype, ...] = (),
     ) -> None:
         """Define them.
@@ -126,13 +128,14 @@ class Operators:
             unit: Of row_max and log_sum, in nats.
             out_is_wide: Forward gives `out` in the wide dtype; otherwise in q's.
             visited_on_device: `visited` lies where q does; otherwise on the CPU.
+            counts_precise: Blocks may be computed in fewer digits than the inputs have.
             narrows: Types of q for which `out` is in q's type where it will not be differentiated:
                 written once, not twice.
         """
         self.name, self.unit = name, unit
         self._fill, self._fill_gradients, self._tile_rows = fill, fill_gradients, tile_rows
         self._out_is_wide, self._narrows = out_is_wide, narrows
-        self._visited_on_device = visited_on_device
+        self._visited_on_device, self.counts_precise = visited_on_device, counts_precise
         of_backward = ("dout", "dlse", *Results._fields, *Inputs._fields)
         self.forward = torch.library.custom_op(
             f"linbias::{name}_forward",
@@ -234,7 +237,7 @@ class Operators:
         q, k, v, left = inputs[:4]
         B, H, T, _ = q.shape
         # One more than there are: a size of 1 would tie an exported program to short sequences.
-        num_tiles = -(-T // self._tile_rows(H // max(1, k.shape[1]))) + 1
+        num_tiles = -(-T // self._tile_rows(H // max(1, k.shape[1]))) * (1 + self.counts_precise) + 1
         wide = self._out_is_wide and (inputs.precise or q.dtype not in self._narrows)
         out_like = left if wide else q
         rows = left.new_empty((B, H, T))
