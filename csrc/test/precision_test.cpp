@@ -60,6 +60,24 @@ void test_far_blocks_take_one_term_and_hold_no_more_than_its_share() {
   check(lost.most <= 0x1p-14 * kOneTerm, target(), "blocks of one term hold at most 2^-14 of a row");
 }
 
+// Slopes that hardly fall, and scores of the last keys by which many blocks hold about the share that all may hold.
+void test_blocks_of_one_term_share_what_they_may_hold() {
+  bool in_one_term = false;
+  for (const double score : {9.0, 10.0, 11.0, 12.0, 13.0}) {
+    Inputs x = scene(1, std::sqrt(score * std::sqrt(double(kCase.D))));
+    x.left = {0.002, 0.005, 0.01};
+    for (std::size_t i = 0; i < x.k.size(); ++i) {
+      const bool near = std::int64_t(i) / kCase.D % kCase.S >= kCase.S - kCase.T;
+      if (!near) x.k[i] = 0;
+      x.v[i] = near ? 0 : static_cast<float>(kValue);
+    }
+    const Lost lost = of_rows(x, 0x1p-24);
+    in_one_term |= lost.in_one_term();
+    check(lost.most <= 0x1p-14 * kOneTerm, target(), "many blocks of one term hold at most 2^-14 of a row");
+  }
+  check(in_one_term, target(), "some rows have most of what is far in one term");
+}
+
 void test_low_tolerances_and_large_scores_ask_for_more_terms() {
   const Inputs random = far_values(scene(1, 0));
   check(!of_rows(random, 0).in_one_term(), target(), "a tolerance of 0 asks for all terms");
@@ -149,6 +167,7 @@ void test_precision_by_distance() {
   on_every_target([] {
     if (!std::strstr(target(), "amx")) return;
     test_far_blocks_take_one_term_and_hold_no_more_than_its_share();
+    test_blocks_of_one_term_share_what_they_may_hold();
     test_low_tolerances_and_large_scores_ask_for_more_terms();
     test_counts_reach_to_the_outermost_block_computed_in_full();
     test_far_gradients_take_one_term_unless_slopes_ask_for_theirs();

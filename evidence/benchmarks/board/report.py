@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -172,41 +172,35 @@ def tables(machines: Sequence[Sequence[Row]]) -> str:
     parts = []
     for rows in machines:
         parts += [f"## {machine(rows)}", made(rows)]
-        for (model, dtype), own in by_model_and_type(rows).items():
-            title = f"{MODELS.get(model, model)}, {dtype}:"
-            generates = any("token_ms" in r for r in own)
+        for model in unique([row for row in rows if "model" in row], "model"):
+            own = by_type_and_length(row for row in rows if row.get("model") == model)
+            title = MODELS.get(model, model)
+            generates = any("token_ms" in row for row in chain(*own.values()))
             until = "until the first token" if generates else "for a vector"
-            parts.append(by_length(f"{title} seconds {until}", own, "read_s", seconds))
-            after = f"{title} ms for a token after these"
-            parts.append(by_length(after, own, "token_ms", "{:.1f}".format))
+            parts.append(table(f"{title}: seconds {until}", own, "read_s", seconds))
+            after = f"{title}: ms for a token after these"
+            parts.append(table(after, own, "token_ms", "{:.1f}".format))
         parts.append(by_model("peak memory in GB", rows, "peak_mb", gigabytes))
         parts.append(by_model("largest error", rows, "error", "{:.1e}".format))
         parts.append(reasons(rows))
     return "\n\n".join(part for part in parts if part)
 
 
-def by_model_and_type(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Types of one model follow each other, each in the order in which it came."""
-    found: dict[str, dict[tuple[str, str], list[Row]]] = {}
+def by_type_and_length(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """float32 before bfloat16, and short texts before long ones."""
+    found: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
-        if "model" in row:
-            of_model = found.setdefault(row["model"], {})
-            of_model.setdefault((row["model"], row["dtype"]), []).append(row)
-    return {key: own for of_model in found.values() for key, own in of_model.items()}
-
-
-def by_length(title: str, rows: Sequence[Row], field: str, write: Write) -> str:
-    """Engines by lengths, for one model and type."""
-    lengths = sorted(unique(rows, "length"))
-    columns = {f"{n:,}": [r for r in rows if r["length"] == n] for n in lengths}
-    return table(title, columns, field, write)
+        found.setdefault((row["dtype"], row["length"]), []).append(row)
+    ordered = sorted(found, key=lambda case: (case[0] != "float32", case))
+    return {f"{dtype}, {length:,}": found[dtype, length] for dtype, length in ordered}
 
 
 def by_model(title: str, rows: Sequence[Row], field: str, write: Write) -> str:
     """Engines by models and types, each at the longest text that three engines could read."""
     columns = {}
-    for (model, dtype), of_model in by_model_and_type(rows).items():
-        own = [r for r in of_model if field in r]
+    measured = [row for row in rows if field in row]
+    for model, dtype in product(unique(measured, "model"), unique(measured, "dtype")):
+        own = [r for r in measured if (r["model"], r["dtype"]) == (model, dtype)]
         counts = Counter(r["length"] for r in own)
         several = [n for n, count in counts.items() if count >= 3]
         if longest := max(several or counts, default=0):
