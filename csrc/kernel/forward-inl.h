@@ -13,7 +13,7 @@ namespace {
 
 // Work computes one tile: begin() loads it, visit(block, negligible) adds a block, and finish() stores the results.
 // `negligible` tells visit whether the block before, on the same side, had next to nothing to add, and is then the
-// answer for this one.
+// answer for this one. It returns whether the block was computed in full.
 template <typename Work>
 struct ForwardTask {
   using W = typename Work::Wide;

@@ -64,8 +64,9 @@ void test_far_blocks_take_one_term_and_hold_no_more_than_its_share() {
 // than a slope lets expect. Queries and keys are bfloat16, so that scores lose nothing; weights lose a little.
 void test_blocks_of_one_term_share_what_they_may_hold() {
   const auto to_one_term = [](double from) {
-    int exponent;
-    return std::ldexp(std::round(0x1p8 * std::frexp(from, &exponent)), exponent - 8);
+    int exponent = 0;
+    const double fraction = std::frexp(from, &exponent);
+    return std::ldexp(std::round(0x1p8 * fraction), exponent - 8);
   };
   bool in_one_term = false;
   for (const double score : {9.0, 9.5, 10.0, 10.5, 11.0}) {

@@ -52,7 +52,7 @@ struct Bfloat16ForwardWork {
         aligned += sum_of_terms<kTerms>(rows.data + i * rows.row + d, rows.step) * load(head.center + d);
       }
       note_query<float>(head, scratch, i, length_of_query<In>(tile, packed, scratch, i),
-                        sum<float>(aligned) * static_cast<float>(call.scale), slack);
+                        static_cast<float>(sum<float>(aligned) * call.scale), slack);
       longest = larger_or_nan(longest, scratch.norm[i]);
     }
     return longest * (head.center_norm + head.largest);

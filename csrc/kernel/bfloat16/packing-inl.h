@@ -12,6 +12,11 @@
 namespace linbias::LINBIAS_TARGET {
 namespace {
 
+// A tolerance below rounding asks for all terms everywhere.
+inline bool may_take_fewer_terms(const Call& call) {
+  return call.tolerance >= static_cast<double>(kUnitRoundoff<float>) && !(call.dropout > 0);
+}
+
 // Keys and values as products want them, in terms; deep_D and deep_E are multiples of 32, the deepest product.
 template <typename In>
 struct Bfloat16Packed : Packed<float> {
@@ -26,7 +31,7 @@ struct Bfloat16Packed : Packed<float> {
 
   Bfloat16Packed(const Call& call, bool for_backward)
       : Packed<float>(call, for_backward), deep_D(round_up(call.D, 32)), deep_E(round_up(call.E, 32)) {
-    measures = certify || (skips && terms > 1);  // float32 asks how large scores are before it takes fewer terms
+    measures = certify || (skips && terms > 1 && may_take_fewer_terms(call));  // which depends on how large scores are
   }
 
   int64_t groups_at_once() const { return columns_at_once(2 * terms * kKeys * larger_of(deep_D, deep_E)); }
@@ -108,8 +113,7 @@ struct Bfloat16PackTask : PackTask<float, In> {
       }
       head.radius[block] = zero_or_nan(keys.data, keys.step) + zero_or_nan(values.data, values.step);
       if (packed.measures) {
-        measure(unit, head, block, k, keys, measure_spread,
-                packed.keys_room.data + worker * kTerms * kLanes16 * packed.deep_D / 2);
+        measure(unit, head, block, k, keys, measure_spread, worker);
       }
     }
   }
@@ -117,7 +121,7 @@ struct Bfloat16PackTask : PackTask<float, In> {
   // Does what measure_block does, but takes the Gram matrix of the keys as they are, whose products are exact but for
   // the terms left out, and subtracts the center afterwards; `bound` allows for the rounding of that.
   void measure(MatrixUnit& unit, const Head<float>& head, int64_t block, const In* given, Terms<uint16_t> keys,
-               bool measure_spread, uint32_t* room) const {
+               bool measure_spread, int worker) const {
     const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys), deep_D = packed.deep_D;
     const float slack = slack_of<float>(call.D);
     float along[kKeys], largest_square = 0;  // along: k.c
@@ -137,7 +141,8 @@ struct Bfloat16PackTask : PackTask<float, In> {
     head.spread[block] = head.radius[block];
     if (!measure_spread || !ordinary) return;
     const float center_square = head.center_norm * head.center_norm;
-    const Terms<uint32_t> columns = {room, kLanes16, kTerms, kLanes16 * deep_D / 2};
+    const int64_t size = kLanes16 * deep_D / 2;
+    const Terms<uint32_t> columns = {packed.keys_room.data + worker * kTerms * size, kLanes16, kTerms, size};
     Floats largest_row{};
     for (int64_t t = 0; t < count; t += kLanes16) {
       float gram[kKeys * kLanes16];

@@ -32,12 +32,11 @@ struct Precision {
   Bfloat16Scratch& scratch;
   float share[kMostTerms] = {};  // of a row's sum, which blocks of so many terms may hold; 0 where there are none
 
-  // Scores are at most `largest_score` before their bias. A tolerance below rounding asks for all terms everywhere.
+  // Scores are at most `largest_score` before their bias.
   void begin(const Call& call, float largest_score) {
     if constexpr (kTerms > 1) __builtin_memset(scratch.coarse, 0, sizeof scratch.coarse);
-    const bool tolerant = call.tolerance >= static_cast<double>(kUnitRoundoff<float>) && !(call.dropout > 0);
     for (int terms = 1; terms < kTerms; ++terms) {
-      const bool few = tolerant && largest_score <= kLargestScore[terms];
+      const bool few = may_take_fewer_terms(call) && largest_score <= kLargestScore[terms];
       share[terms] = few ? 8 * kUnitRoundoff<float> / kScoreError[terms] : 0;
     }
   }

@@ -2,7 +2,8 @@
 // float32, whose 24 bits are three times 8. Of the nine products of two such sums six are made, those of terms i and j
 // with i + j < 3: what is left out is below 2^-24 of the product, of either sign, and about 2^-28 in the mean, less
 // than a float32 sum loses by rounding. Blocks that weigh little make do with the first terms (precision-inl.h). Terms
-// below 2^-126 count as 0: numbers below 2^-103 lose digits. An infinity becomes NaN where it is multiplied.
+// below 2^-126 count as 0: numbers below 2^-103 lose digits. Where it is multiplied, an infinity becomes NaN, but for
+// one term.
 #pragma once
 
 #include "kernel/bfloat16/pairs-inl.h"

@@ -309,7 +309,7 @@ float length_of_query(const Tile<float>& tile, const Bfloat16Packed<In>& packed,
     squares += x * x;
   }
   const float length = length_from(sum<float>(squares), row_of<In>(call.q, tile.b, tile.h, tile.start + i), call.D);
-  return length * static_cast<float>(call.scale < 0 ? -call.scale : call.scale);
+  return static_cast<float>(length * (call.scale < 0 ? -call.scale : call.scale));
 }
 
 // The groups [first, end) of a tile's queries, which are multiplied with a block together. Each sees the first `shown`

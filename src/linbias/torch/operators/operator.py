@@ -64,7 +64,7 @@ class Results(NamedTuple):
     out: Tensor  # [B, H, T, E]
     row_max: Tensor  # [B, H, T], wide
     log_sum: Tensor  # [B, H, T], wide
-    visited: Tensor  # [B, H, tiles + 1, 2], or twice the tiles; int32, zeroed
+    visited: Tensor  # [B, H, tiles + 1 or 2 tiles + 1, 2], int32, zeroed
 
 
 class Gradients(NamedTuple):
