@@ -236,8 +236,9 @@ class Operators:
     def empty_results(self, inputs: Inputs) -> Results:
         q, k, v, left = inputs[:4]
         B, H, T, _ = q.shape
+        num_tiles = -(-T // self._tile_rows(H // max(1, k.shape[1])))
         # One more than there are: a size of 1 would tie an exported program to short sequences.
-        num_tiles = -(-T // self._tile_rows(H // max(1, k.shape[1]))) * (1 + self.counts_precise) + 1
+        num_counts = num_tiles * (2 if self.counts_precise else 1) + 1
         wide = self._out_is_wide and (inputs.precise or q.dtype not in self._narrows)
         out_like = left if wide else q
         rows = left.new_empty((B, H, T))
@@ -246,7 +247,7 @@ class Operators:
             out=out_like.new_empty((B, H, T, v.shape[3])),
             row_max=rows,
             log_sum=torch.empty_like(rows),
-            visited=torch.zeros((B, H, num_tiles, 2), dtype=torch.int32, device=device),
+            visited=torch.zeros((B, H, num_counts, 2), dtype=torch.int32, device=device),
         )
 
     def _operate(self, *arguments: Any) -> Results:
