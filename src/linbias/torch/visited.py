@@ -21,9 +21,8 @@ class Visited(NamedTuple):
         end: Likewise, one past the last; equal to first where a tile reads nothing.
         tile_rows: Query rows of a tile.
         work_kept: [B, H], float64: the share of visible pairs of query and key that is read.
-        precise_first, precise_end: As first and end, of the keys that forward computes in all
-            digits of their dtype. Those further off hold so little of any row that fewer are as
-            good (docs/math.md, section 11): float32 where a processor has a matrix unit (AMX).
+        precise_first, precise_end: As first and end, of the keys that forward computes in full:
+            on a matrix unit float32 takes fewer digits of far ones (docs/math.md, section 11).
     """
 
     first: Tensor
