@@ -74,11 +74,10 @@ inline constexpr std::int64_t kBlockKeys = 64;
 // Calls of few queries that will not be differentiated read row by row, each its own keys, and leave `visited` as it
 // is.
 struct Forward {
-  void* out = nullptr;      // [B, H, T, E], wide but for `narrow`, contiguous
-  void* row_max = nullptr;  // [B, H, T], wide; or null, in calls of few queries
-  void* log_sum = nullptr;  // [B, H, T], wide; likewise
-  std::int32_t* visited =
-      nullptr;  // [B, H, visited_tiles, 2], of which ceil(T / kTileRows) tiles are used, or twice as many
+  void* out = nullptr;              // [B, H, T, E], wide but for `narrow`, contiguous
+  void* row_max = nullptr;          // [B, H, T], wide; or null, in calls of few queries
+  void* log_sum = nullptr;          // [B, H, T], wide; likewise
+  std::int32_t* visited = nullptr;  // [B, H, visited_tiles, 2], of at least ceil(T / kTileRows) tiles
   std::int64_t visited_tiles = 0;
   bool narrow = false;  // `out` in the type of the inputs, which is bfloat16; backward wants it wide
 };
