@@ -121,6 +121,108 @@ def pair(**options):
     return theirs, MultiheadAttention.from_torch(theirs, **options)
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_without_bias_a_layer_gives_what_pytorchs_gives(seed):
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    batch_first, bias, batched, average = rng.random(4) < 0.5
+    widths = {"kdim": 7, "vdim": 5} if rng.random() < 0.5 else {}
+    options = {"bias": bool(bias), "batch_first": bool(batch_first)} | widths
+    theirs = nn.MultiheadAttention(WIDTH, H, **options, dtype=torch.float64)
+    ours = MultiheadAttention.from_torch(theirs, "none")
+    given = {"need_weights": True, "average_attn_weights": bool(average)}
+    as_given = added if rng.random() < 0.5 else torch.clone
+    shape = rng.choice(["none", "of all heads", "of each head"])
+    if shape != "none":
+        heads = [B * H if batched else H] if shape == "of each head" else []
+        mask = random_mask(*heads, T, S)
+        mask[..., -1] = False  # theirs gives NaN where all is hidden
+        given["attn_mask"] = as_given(mask)
+    if rng.random() < 0.5:
+        hidden = padding("left", S)
+        given["key_padding_mask"] = as_given(hidden if batched else hidden[1])
+    inputs = [
+        torch.randn(B, length, width).double()
+        for length, width in ((T, WIDTH), (S, theirs.kdim), (S, theirs.vdim))
+    ]
+    if not batched:
+        inputs = [x[0] for x in inputs]
+    elif not batch_first:
+        inputs = [x.transpose(0, 1) for x in inputs]
+    for mine, other in zip(ours(*inputs, **given), theirs(*inputs, **given), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+SETTINGS = (
+    dict(norm_first=True),
+    dict(bias=False),
+    dict(batch_first=False),
+    dict(activation="gelu"),
+)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("batch", ((), (B,), (0,)))
+def test_without_bias_a_transformer_of_any_setting_is_pytorchs(batch, setting):
+    theirs = transformer(**setting)
+    ours = copy.deepcopy(theirs)
+    replace_attention(ours, "none")
+    inputs = [torch.randn(*batch, length, WIDTH).double() for length in (S, T)]
+    if batch and not theirs.encoder.layers[0].self_attn.batch_first:
+        inputs = [x.transpose(0, 1) for x in inputs]
+    for training in (True, False):
+        with torch.set_grad_enabled(training):  # without, theirs takes its fast path
+            found = ours.train(training)(*inputs)
+            torch.testing.assert_close(found, theirs.train(training)(*inputs))
+    none = [x[..., :0, :] for x in inputs]
+    assert ours(*none).shape == none[1].shape
+
+
+def test_what_is_said_to_be_causal_needs_no_mask():
+    theirs, layer = pair(variant="none")
+    x = torch.randn(B, T, WIDTH).double()
+    with pytest.raises(RuntimeError, match="Need attn_mask"):
+        theirs(x, x, x, is_causal=True)
+    expected = theirs(x, x, x, attn_mask=CAUSAL)[0]
+    for mask, need_weights in product((None, random_mask(T, T)), (True, False)):
+        out = layer(x, attn_mask=mask, is_causal=True, need_weights=need_weights)[0]
+        torch.testing.assert_close(out, expected)
+
+
+def test_a_query_that_sees_no_key_gathers_zeros_where_pytorchs_gives_nan():
+    theirs, layer = pair(variant="none")
+    x, mask = torch.randn(B, T, WIDTH).double(), random_mask(T, T)
+    mask[2] = True
+    assert theirs(x, x, x, attn_mask=mask)[0][:, 2].isnan().all()
+    out, weights = layer(x, attn_mask=mask, need_weights=True)
+    assert torch.equal(out[:, 2], layer.out_proj.bias.expand(B, -1))
+    assert (weights[:, 2] == 0).all() and weights[:, 1].sum() > 0
+
+
+def test_weights_come_when_asked_for_in_float32_and_before_dropout():
+    theirs = nn.MultiheadAttention(WIDTH, H, 0.5, dtype=torch.bfloat16)
+    layer, x = MultiheadAttention.from_torch(theirs, "none"), torch.randn(T, B, WIDTH).bfloat16()
+    dropped, kept = theirs(x, x, x)[1], layer(x, need_weights=True)[1]
+    assert layer(x)[1] is None and kept.dtype == torch.float32
+    torch.testing.assert_close(kept.sum(-1), torch.ones(B, T))
+    assert (dropped.sum(-1).float() - 1).abs().max() > 0.1
+
+
+def test_second_derivatives_come_from_dense():
+    theirs, layer = pair(variant="none")
+    x = torch.randn(B, T, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def twice(out):
+        (once,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(once.square().sum(), x)[0]
+
+    with pytest.raises(NotImplementedError, match="implementation='dense' gives all"):
+        twice(layer(x)[0])
+    layer.implementation = "dense"
+    torch.testing.assert_close(twice(layer(x)[0]), twice(theirs(x, x, x, need_weights=True)[0]))
+
+
 def by_definition(layer, query, key, added):
     """Output and weights from the bias and what is added to the scores, [B, H, T, S]."""
     parts = (layer.q_proj, query), (layer.k_proj, key), (layer.v_proj, key)
@@ -204,8 +306,13 @@ def test_pytorchs_kernel_refuses_what_stands_for_the_weights():
     layer = encoder(True).layers[0]
     attend, x = layer.self_attn, torch.randn(1, 3, WIDTH)
     weights = attend.in_proj_weight, attend.in_proj_bias, *attend.out_proj.parameters()
-    with pytest.raises(TypeError, match="there is no in_proj_weight"):
-        torch._native_multi_head_attention(x, x, x, WIDTH, H, *weights)
+    in_python = *weights[:2], None, None, False, 0.0, *weights[2:]
+    for function, given in (
+        (torch._native_multi_head_attention, weights),
+        (nn.functional.multi_head_attention_forward, in_python),
+    ):
+        with pytest.raises(TypeError, match="there is no in_proj_weight"):
+            function(x, x, x, WIDTH, H, *given)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -444,9 +551,13 @@ REFUSED = [
     (lambda: replace_attention(nn.Sequential(OURS)), ValueError, "got Sequential with layers of"),
     (lambda: MultiheadAttention(WIDTH, H, num_head=H), TypeError, r"did you mean num_heads\?"),
     (lambda: OURS(nested()), ValueError, "nested tensors need batch_first=True"),
+    (lambda: OURS(torch.nested.nested_tensor([])), ValueError, "all have 3 axes.* got 1, 1 and 1"),
+    (lambda: MultiheadAttention(WIDTH, H, 0.0, True, None), TypeError, "positional arguments"),
+    (lambda: torch.jit.script(OURS), torch.jit.frontend.NotSupportedError, "keyword-only"),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize(("call", "error", "words"), REFUSED)
 def test_what_cannot_be_replaced_says_so(call, error, words):
     with pytest.raises(error, match=words):

@@ -279,18 +279,18 @@ class MultiheadAttention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
+        batched = query.dim() == 3
+        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
+            raise ValueError(
+                "MultiheadAttention: query, key and value must all have 3 axes, or 2 without a"
+                f" batch, got {query.dim()}, {key.dim()} and {value.dim()}"
+            )
         if nested.is_nested(query, key, value):
             given = (
                 *(key_padding_mask, attn_mask, mask, need_weights or None),
                 *(positions, points, query_points),
             )
             return self._attend_nested(query, key, value, given, is_causal), None
-        batched = query.dim() == 3
-        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
-            raise ValueError(
-                "MultiheadAttention: query, key and value must all have 3 axes, or 2 without a"
-                f" batch, got {list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
-            )
         places: dict[str, Any] = {} if positions is None else {"positions": positions}
         as_tensors("MultiheadAttention", places, query.device)
         positions = places.get("positions")
@@ -407,8 +407,7 @@ class MultiheadAttention(nn.Module):
         causal = causal or self.causal
         sides = self.slopes, None if causal else self.right_slopes
         left, right = (x if x is None or heads is None else x[heads] for x in sides)
-        options = {"slopes": left, "causal": causal, "right_slopes": right}
-        return {**options, "window": self.window}
+        return {"slopes": left, "causal": causal, "right_slopes": right, "window": self.window}
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         dropout = self.dropout if self.training else 0.0
