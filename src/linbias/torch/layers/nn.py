@@ -355,7 +355,9 @@ class MultiheadAttention(nn.Module):
 
     def _slopes(self, side: str) -> Tensor:
         if not self.learned:
-            return constant(self._fixed[side], torch.float64, self.q_proj.weight.device)
+            # `weight` of a quantised layer, which is on the CPU, is a method
+            device = getattr(self.q_proj.weight, "device", torch.device("cpu"))
+            return constant(self._fixed[side], torch.float64, device)
         learned: Tensor = getattr(self, f"{self._name_of_learned}_{side}")
         learned = learned.to(_at_least_float32(learned.dtype))
         # exp(inf) has no gradient to give: a hidden side passes 0 on.
