@@ -199,6 +199,13 @@ def test_any_strides_are_read_rightly():
             np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize("axis", range(4))
+def test_an_axis_may_be_one_entry_seen_many_times(axis):
+    q, k, v = (np.broadcast_to(x.take([0], axis), x.shape) for x in arrays())
+    expected = cpu.attention(*(np.array(x, order="C") for x in (q, k, v)))
+    np.testing.assert_array_equal(cpu.attention(q, k, v), expected)
+
+
 @pytest.mark.parametrize("size", (1, 2, 3))
 def test_entries_of_a_row_may_lie_apart(size):
     q = torch.randn(1, 2, size, 9).mT

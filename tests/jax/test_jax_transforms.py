@@ -37,6 +37,18 @@ def test_vmap_equals_one_call_after_the_other(implementation, seed):
 
 
 @pytest.mark.parametrize("implementation", ("blocked", "cpu"))
+@pytest.mark.parametrize("sizes", ((1, 1, 1, 3), (1, 4, 1, 3)))
+def test_jacobians_of_one_of_each_axis_and_of_broadcast_arrays(implementation, sizes):
+    q, k, v = random(*sizes)
+    k = jnp.broadcast_to(k[:, :, :, :1], k.shape)
+
+    def jacobian(name):
+        return jax.jacrev(lambda q: attention(q, k, v, [0.5], implementation=name))(q)
+
+    assert_close(jacobian(implementation), jacobian("dense"), 1e-5)
+
+
+@pytest.mark.parametrize("implementation", ("blocked", "cpu"))
 def test_checkpoint_and_an_outer_jit_change_nothing(implementation):
     q, k, v = random(*SIZES)
 

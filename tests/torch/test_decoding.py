@@ -149,6 +149,11 @@ def beside(**other: int) -> dict[str, Any]:
     return draw() | {name: cache[name] for name in ("keys", "values", "key_bound")}
 
 
+def strided(name: str) -> dict[str, Any]:
+    """A cache in whose place the core would write to a copy."""
+    return {name: draw()[name].mT.contiguous().mT}
+
+
 UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
     "many tokens": lambda: draw(T=5),
     "large heads": lambda: draw(D=300, E=8),
@@ -161,6 +166,9 @@ UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
     "other batch": lambda: beside(B=2),
     "no room": lambda: (given := draw()) | {"keys": given["keys"][:, :, :5].clone()},
     "other number of slopes": lambda: draw() | {"slopes": torch.ones(3)},
+    "cached keys with a stride in each": lambda: draw() | strided("keys"),
+    "cached values with a stride in each": lambda: draw() | strided("values"),
+    "one bound for all": lambda: draw() | {"key_bound": torch.full((1, 1), 9.0).expand(1, 2)},
     "slopes of another type": lambda: draw() | {"slopes": torch.ones(2).double()},
 }
 

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.masked import masked_tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.functional import scaled_dot_product_attention
 
 import cases
 import linbias
@@ -548,3 +551,39 @@ def test_contract_on_a_gpu(implementation, case, dtype):
 
 def test_every_case_name_is_unique():
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("T", (7, 5))
+def test_masks_of_pytorch_without_values_are_refused_with_what_says_the_same(T):
+    q, k, v = torch.randn(2, 3, T, 8), *torch.randn(2, 2, 3, 7, 8)
+    starts = {causal_lower_right: None, causal_upper_left: torch.zeros(2, dtype=torch.int64)}
+    for make, start in starts.items():
+        mask = make(T, 7)
+        wanted = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out = linbias.torch.attention(q, k, v, [0.0] * 3, query_start=start)
+        torch.testing.assert_close(out, wanted)
+        for implementation in ("auto", "dense"):
+            options = {"causal": False, "mask": mask, "implementation": implementation}
+            with pytest.raises(TypeError, match=r"attention: mask must be a .*CausalBias is not"):
+                linbias.torch.attention(q, k, v, **options)
+        module, x = linbias.torch.MultiheadAttention(8, 2, batch_first=True), q[:, 0]
+        for name in ("attn_mask", "mask"):
+            with pytest.raises(TypeError, match=rf"MultiheadAttention: {name} must .*is_causal"):
+                module(x, x, x, **{name: make(T, T)})
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_subclasses_that_are_no_arrays_are_refused_by_name_and_others_run():
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    found = linbias.torch.attention(*(x.as_subclass(Subclass) for x in (q, k, v)))
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), linbias.torch.attention(q, k, v))
+    for name in ("q", "k", "v", "slopes", "key_range"):
+        given = {"q": q, "k": k, "v": v, "slopes": torch.ones(2)}
+        given["key_range"] = torch.tensor([[0, 5]])
+        given[name] = masked_tensor(given[name], given[name] == given[name])
+        with pytest.raises(TypeError, match=rf"attention: {name} must .*MaskedTensor is not;"):
+            linbias.torch.attention(**given)

@@ -106,6 +106,23 @@ def test_lazy_negatives_are_read_as_what_they_stand_for():
         assert torch.equal(torch.autograd.grad(out, leaf, dout, retain_graph=True)[0], wanted)
 
 
+@pytest.mark.parametrize("implementation", ("cpu", "blocked"))
+def test_hooks_may_give_what_was_saved_in_other_strides(implementation):
+    q, k, v = torch.randn(3, 2, 2, 70, 8, requires_grad=True)
+
+    def gradients():
+        out = linbias.torch.attention(q, k, v, implementation=implementation)
+        return torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    def in_other_strides(x):
+        return x.movedim(0, -1).contiguous().movedim(-1, 0)
+
+    wanted = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, in_other_strides):
+        found = gradients()
+    torch.testing.assert_close(found, wanted)
+
+
 def test_activation_checkpointing_recomputes_a_plain_call():
     q, k, v = torch.randn(3, 1, 2, 9, 8)
     leaf = q.requires_grad_()

@@ -201,3 +201,18 @@ CALLS = [
 def test_calls_say_what_is_wrong(arguments, words):
     with pytest.raises(ValueError, match=f"MultiheadAttention: .*{words}"):
         layer(12, 4)(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("learned", (False, True))
+def test_dynamic_quantisation_keeps_slopes_and_computes_near(learned):
+    """Its linear layers have a method in the place of a weight."""
+    module, x = layer(16, 4, variant="symmetric", learned=learned).eval(), torch.randn(2, 9, 16)
+    holder = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(module), {torch.nn.Linear})
+    small = holder[0]
+    assert type(small.q_proj) is not torch.nn.Linear
+    assert torch.equal(small.slopes, module.slopes)
+    for found, wanted in zip(
+        small(x, need_weights=True), module(x, need_weights=True), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.1)

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch._functorch.config
 from torch.autograd import forward_ad
 
 import linbias.torch
@@ -89,6 +90,60 @@ def test_reverse_mode_of_torch_func_gives_the_gradients_of_autograd(implementati
         torch.testing.assert_close(found, tuple(factor * x for x in wanted))
     else:
         torch.testing.assert_close(found, transforms("dense")[how](*given.values()))
+
+
+def vmap_of_vjp(f, x):
+    out, back = torch.func.vjp(f, x)
+    seeds = torch.eye(out.numel(), dtype=x.dtype).view(-1, *out.shape)
+    return torch.func.vmap(back)(seeds)[0].view(*out.shape, *x.shape)
+
+
+@torch._functorch.config.patch(donated_buffer=False)  # backward runs once for each number
+def compiled_jacobian(f, x):
+    return torch.autograd.functional.jacobian(torch.compile(f, backend="aot_eager"), x)
+
+
+JACOBIANS = {
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "vmap of vjp": vmap_of_vjp,
+    "compiled": compiled_jacobian,
+    "vectorized": lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True),
+}
+LAYOUTS = {
+    "one row for all": lambda x: x[:1].expand(x.shape),
+    "one head for all": lambda x: x[:, :1].expand(x.shape),
+    "one token for all": lambda x: x[..., :1, :].expand(x.shape),
+    "one number for all": lambda x: x[..., :1].expand(x.shape),
+    "any stride where there is one": lambda x: x.as_strided(
+        x.shape, [7 if n == 1 else step for n, step in zip(x.shape, x.stride(), strict=True)]
+    ),
+}
+ONE_OF_EACH = ((1, 1, 1), (1, 1, 4), (1, 3, 1), (2, 1, 1), (2, 2, 3))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("how", "implementation"),
+    rows(
+        lambda how, implementation: how != "compiled" and implementation == "cpu",
+        *product(JACOBIANS, NEAR_TO_FAR),
+    ),
+)
+def test_jacobians_of_one_of_each_axis_and_of_expanded_arrays(how, implementation, layout):
+    compiles = how == "compiled"  # which takes seconds
+    for B, H, T in ONE_OF_EACH[1:2] if compiles else ONE_OF_EACH:
+        shapes = {"q": (B, H, T, 3), "k": (B, H, 6, 3), "v": (B, H, 6, 2), "slopes": (B, H)}
+        given = {n: torch.rand(shape, dtype=torch.float64) for n, shape in shapes.items()}
+        given |= {n: LAYOUTS[layout](given[n]) for n in "qkv"}
+        for name, x in [*given.items()][compiles and 3 :]:
+            found, wanted = (
+                way(lambda x, who=who, name=name: run(who, **given | {name: x}), x)  # noqa: B023
+                for way, who in (
+                    (JACOBIANS[how], implementation),
+                    (torch.autograd.functional.jacobian, "dense"),
+                )
+            )
+            torch.testing.assert_close(found, wanted)
 
 
 NOT_MAPPED = dict.fromkeys(NAMES)

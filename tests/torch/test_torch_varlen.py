@@ -1,5 +1,8 @@
 """`attention_varlen`: packed sequences, each as if it were alone."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -116,6 +119,39 @@ def test_packed_sequences_compile_with_dropout_that_backward_draws_again():
     out = run(q, q, v, offsets, offsets, [0.0], dropout=0.5)
     (dv,) = torch.autograd.grad(out.sum(), v)
     torch.testing.assert_close(dv.sum(), out.sum().detach())  # linear in v, which is all ones
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("mode", (torch.inference_mode, lambda: torch.autocast("cpu")))
+def test_compiled_packed_sequences_have_their_gradients_in_any_mode_of_backward(mode):
+    offsets, x = torch.tensor([0, 2, 5]), torch.randn(5, 2, 4, requires_grad=True)
+    run = torch.compile(linbias.torch.attention_varlen, fullgraph=True, backend="aot_eager")
+    wanted = torch.autograd.grad(run(x, x, x, offsets, offsets).sum(), x)[0]
+    out = run(x, x, x, offsets, offsets).sum()
+    with mode():
+        found = torch.autograd.grad(out, x)[0]
+    assert wanted.any() and torch.equal(found, wanted)
+
+
+IMPORT = """
+import torch
+with {}:
+    import linbias.torch
+x = torch.randn(5, 2, 4, requires_grad=True)
+compiled = torch.compile(linbias.torch.attention_varlen, backend="aot_eager")
+for attend in (linbias.torch.attention_varlen, compiled):
+    out = attend(x, x, x, *[torch.tensor([0, 2, 5])] * 2)
+    print(torch.autograd.grad(out.sum(), x)[0].norm().item())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ("inference_mode()", "autocast('cpu')", "device('meta')"))
+def test_gradients_do_not_depend_on_the_mode_of_the_first_import(mode):
+    code = IMPORT.format(f"torch.{mode}")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    eager, compiled = map(float, done.stdout.split())
+    assert eager > 0 and compiled == pytest.approx(eager)
 
 
 def test_nested_tensors_run_as_packed_sequences():

@@ -649,3 +649,15 @@ def test_operator_passes_opcheck_and_compiles_whole(little_tiles):
     both = (torch.autograd.grad(f(*leaves), leaves) for f in (run, compiled))
     for eager, traced in zip(*both, strict=True):
         torch.testing.assert_close(traced, eager)
+
+
+@pytest.mark.parametrize("T", (1, 3))
+def test_jacobians_of_one_row_and_of_expanded_arrays(T, little_tiles):
+    q, k, v = torch.randn(1, 1, T, 16), torch.randn(1, 1, 1, 16), torch.randn(1, 1, 40, 16)
+    k = k.expand(v.shape)
+
+    def jacobian(name):
+        attend = linbias.torch.attention
+        return torch.func.jacrev(lambda q: attend(q, k, v, [0.5], implementation=name)[..., :2])(q)
+
+    torch.testing.assert_close(jacobian("triton"), jacobian("dense"))

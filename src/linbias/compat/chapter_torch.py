@@ -61,8 +61,11 @@ class ALiBiAttention(nn.Module):
         self.d_k = check_head_size("ALiBiAttention", d_model, "n_heads", n_heads)
         self.d_model, self.n_heads = d_model, n_heads
         self.scale = math.sqrt(self.d_k)
-        steep = torch.tensor(slopes(n_heads, "halving"), dtype=torch.float32)
-        self.register_buffer("slopes", steep)
+        self.register_buffer("slopes", torch.empty(n_heads, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.slopes.copy_(torch.tensor(slopes(self.n_heads, "halving")))
 
     def forward(
         self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None

@@ -165,7 +165,11 @@ class ParallelAttentionBlock(nn.Module):
 class _RMSNorm(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.gamma = nn.Parameter(torch.ones(dim))
+        self.gamma = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gamma)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, (x.shape[-1],), self.gamma, 1e-5)

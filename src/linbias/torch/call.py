@@ -17,6 +17,7 @@ from linbias.torch.choice import asked_in_turn
 from linbias.torch.constant import default_slopes
 from linbias.torch.dropout import draw_seed
 from linbias.torch.operators import transforms
+from linbias.torch.operators.direct import PLAIN_TYPES
 from linbias.torch.operators.operator import Inputs, autocasts, without_autocast
 
 Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
@@ -159,6 +160,11 @@ def describe(name: str, array: Any, function: str = "attention") -> Described:
             f"{function}: {name} is a nested tensor, which attention takes, jagged"
             " [B, H, lengths, D]"
         )
+    if (kind := type(array).__name__) in _NO_ARRAYS:
+        raise TypeError(
+            f"{function}: {name} must be a tensor of all its values, which a {kind} is not;"
+            f" {_NO_ARRAYS[kind]}"
+        )
     return Described(tuple(array.shape), _name(array.dtype), _name(array.device))
 
 
@@ -171,6 +177,14 @@ def _name(thing: torch.dtype | torch.device) -> str:
     return _NAMES[thing]
 
 
+# Subclasses that would be computed with as what they are not, and what to give in their place.
+_NO_ARRAYS = {
+    "CausalBias": "causal=True (of a layer is_causal=True) says causal_lower_right, and with a"
+    " query_start of zeros causal_upper_left",
+    "DTensor": "give its to_local(), and see linbias.torch.context_parallel for a sequence in"
+    " shares",
+    "MaskedTensor": "give its get_data(), and say by mask or key_range what is hidden",
+}
 _NAMES: dict[torch.dtype | torch.device, str] = {}
 
 
@@ -195,7 +209,7 @@ def _check(function: str, request: Request[Tensor], **asked: Any) -> Problem:
 
 def _signature(array: Any) -> tuple[torch.Size, torch.dtype, torch.device]:
     """What a rule may know of an array, as it comes: a key is looked up faster than names are."""
-    if not isinstance(array, Tensor) or array.is_nested:
+    if type(array) not in PLAIN_TYPES or array.is_nested:
         raise TypeError
     return array.shape, array.dtype, array.device
 

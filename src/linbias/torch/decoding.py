@@ -82,7 +82,7 @@ def _fit(
     key_bound: Tensor,
     slopes: Tensor,
 ) -> bool:
-    """Whether arrays have the shapes that `decode` says: the core takes them at their word."""
+    """Whether arrays are as `decode` says: the core takes them at their word."""
     (B, H, T, D), (_, G, _, E) = q.shape, v.shape
     last = num_cached + T
     return (
@@ -93,7 +93,10 @@ def _fit(
         and values.shape[2] >= last
         and G > 0
         and H % G == 0
+        # written in place: a copy would be lost
+        and keys.stride(3) == values.stride(3) == 1
         and key_bound.shape == (B, G)
+        and key_bound.is_contiguous()
         and slopes.shape in ((H,), (B, H))
         and slopes.dtype == key_bound.dtype
     )

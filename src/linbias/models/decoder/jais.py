@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
@@ -123,10 +124,14 @@ class StoredSlopes(Biased):
 
     def __init__(self, config: JaisConfig) -> None:
         super().__init__(config)
-        values = torch.tensor(slopes(config.n_head), dtype=torch.float32)
-        self.slopes = nn.Parameter(values[:, None], requires_grad=False)
+        stored = torch.empty(config.n_head, 1, dtype=torch.float32)
+        self.slopes = nn.Parameter(stored, requires_grad=False)
+        self.reset()
         self._scale = 1.0 / config.head_size if config.mup_scale_qk_dot_by_d else None
         self._scaling = _scaling(config.alibi_scaling or {})
+
+    def reset(self) -> None:
+        init.copy_(self.slopes, torch.tensor(slopes(len(self.slopes)))[:, None])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredSlopes":
         """Move to another device with the model, but stay in float32 where it goes to 16 bits."""
@@ -197,6 +202,14 @@ class JaisPreTrainedModel(decoder.DecoderPreTrainedModel):
     _input_embed_layer = "wte"
     # Buffers with the causal mask, which older versions of Transformers saved.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"\.attn\.(masked_)?bias$"]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Conv1D):
+            init.normal_(module.weight, std=self.config.initializer_range)
+            init.zeros_(module.bias)
+        elif isinstance(module, StoredSlopes):
+            module.reset()
 
 
 class JaisModel(decoder.Decoder, JaisPreTrainedModel):

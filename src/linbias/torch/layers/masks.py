@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from linbias._request import has_shape
+from linbias.torch.call import describe
 from linbias.torch.operators import transforms
 
 
@@ -60,7 +61,10 @@ def _check(
         check_one("attn_mask", attn_mask, "[T, S] or [B * H, T, S]", (T, S), (B * H, T, S))
     if padding is not None:
         check_one("key_padding_mask", padding, "[B, S]", (B, S))
-    if mask is not None and (
+    if mask is None:
+        return
+    describe("mask", mask, "MultiheadAttention")
+    if (
         mask.dim() != 3
         or mask.shape[1] != S
         or mask.shape[0] not in (1, T)
@@ -73,6 +77,7 @@ def _check(
 
 
 def check_one(name: str, mask: Tensor, words: str, *shapes: tuple[int, ...]) -> None:
+    describe(name, mask, "MultiheadAttention")  # which refuses what holds no values
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
             f"MultiheadAttention: {name} must hold bool, True for what is hidden, or numbers that"

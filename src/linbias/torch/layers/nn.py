@@ -153,11 +153,19 @@ class MultiheadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projections as `torch.nn.MultiheadAttention` does: Xavier uniform, biases 0."""
+        """Draw the projections as `torch.nn.MultiheadAttention` does, Xavier uniform and biases 0;
+        learned slopes begin with those of the variant.
+        """
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             nn.init.xavier_uniform_(projection.weight)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
+        for side in self._learned_sides if self.learned else ():
+            learned = getattr(self, f"{self._name_of_learned}_{side}")
+            slope = torch.tensor(self._fixed[side], dtype=torch.float64, device=learned.device)
+            start = slope.logit() if self.learned == "sigmoid" else slope.log()
+            # A hidden side, whose slope is inf, stays hidden.
+            _fill(learned, start.masked_fill(slope == torch.inf, torch.inf))
 
     @property
     def causal(self) -> bool:
@@ -333,15 +341,13 @@ class MultiheadAttention(nn.Module):
 
     def _register_slopes(self) -> None:
         device, dtype = self.q_proj.weight.device, _at_least_float32(self.q_proj.weight.dtype)
-        for side in ("left",) if self.causal else ("left", "right"):
-            slope = torch.tensor(self._fixed[side], dtype=torch.float64, device=device)
-            if self.learned == "sigmoid":  # a hidden side, whose slope is inf, stays hidden
-                start = slope.logit().masked_fill(slope == torch.inf, torch.inf)
-            else:
-                start = slope.log()
-            self.register_parameter(
-                f"{self._name_of_learned}_{side}", nn.Parameter(start.to(dtype))
-            )
+        for side in self._learned_sides:
+            slope = nn.Parameter(torch.empty(self.num_heads, device=device, dtype=dtype))
+            self.register_parameter(f"{self._name_of_learned}_{side}", slope)
+
+    @property
+    def _learned_sides(self) -> tuple[str, ...]:
+        return ("left",) if self.causal else ("left", "right")
 
     @property
     def _name_of_learned(self) -> str:
@@ -349,7 +355,9 @@ class MultiheadAttention(nn.Module):
 
     def _slopes(self, side: str) -> Tensor:
         if not self.learned:
-            return constant(self._fixed[side], torch.float64, self.q_proj.weight.device)
+            # `weight` of a quantised layer, which is on the CPU, is a method
+            device = getattr(self.q_proj.weight, "device", torch.device("cpu"))
+            return constant(self._fixed[side], torch.float64, device)
         learned: Tensor = getattr(self, f"{self._name_of_learned}_{side}")
         learned = learned.to(_at_least_float32(learned.dtype))
         # exp(inf) has no gradient to give: a hidden side passes 0 on.
@@ -527,6 +535,16 @@ class MultiheadAttention(nn.Module):
             for name, slope in self.named_parameters(recurse=False):
                 state_dict.setdefault(prefix + name, slope.detach())
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+@torch.no_grad()
+def _fill(parameter: Any, values: Tensor) -> None:
+    """Fill a parameter, or of one that FSDP shares out what this process holds."""
+    if hasattr(parameter, "placements"):
+        from torch.distributed.tensor import distribute_tensor  # takes a second to import
+
+        values = distribute_tensor(values, parameter.device_mesh, parameter.placements)
+    parameter.copy_(values)
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

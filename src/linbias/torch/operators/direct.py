@@ -32,7 +32,7 @@ _OTHERS = ~_bits(
 )
 _profiler_runs = torch._C._autograd._profiler_enabled
 _compiler_of_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def unobserved(*tensors: Tensor | None) -> bool:
@@ -60,7 +60,7 @@ def untransformed(*tensors: Tensor | None) -> bool:
     for x in tensors:
         if x is None:
             continue
-        if type(x) not in _PLAIN_TYPES:
+        if type(x) not in PLAIN_TYPES:
             return False
         bits |= torch._C._dispatch_keys(x).raw_repr()
     return not bits & _OTHERS

@@ -208,6 +208,8 @@ class Operators:
         inputs: Inputs,
         gradients: Gradients,
     ) -> Gradients:
+        # Transforms and hooks of saved tensors may give views; kernels take them for contiguous.
+        saved = Results._make(x.contiguous() for x in saved)
         with without_autocast(inputs.q.device):
             self._fill_gradients(inputs, dout, dlse, saved, gradients)
         return gradients

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linbias.torch.operators.operator import parameters, returns
+from linbias.torch.operators.operator import parameters, returns, without_autocast
 
 
 class Packed(NamedTuple):
@@ -74,7 +74,8 @@ def define(run: Run) -> Callable[..., Any]:
             return seeded(Packed._make(arguments))
 
     def compute_gradients(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
-        with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
+        # An operator's kernel runs below autograd: `inference_mode(False)` goes back above it.
+        with without_autocast(dout.device), torch.inference_mode(False), torch.enable_grad():
             leaves = [
                 x.detach().requires_grad_() if _is_real(x) else x for x in arguments[:_NUM_LEAVES]
             ]
@@ -134,10 +135,3 @@ def define(run: Run) -> Callable[..., Any]:
 
 def _is_real(x: Tensor | None) -> bool:
     return x is not None and x.is_floating_point()
-
-
-# The kernel of an operator runs below autograd; to differentiate in one means to go back above it.
-_ABOVE_AUTOGRAD = (
-    torch._C._dispatch_tls_local_include_set(),
-    torch._C._dispatch_tls_local_exclude_set(),
-)

@@ -1,0 +1,97 @@
+"""Modules made on the meta device, given memory, and set afterwards: deferred initialisation."""
+
+import inspect
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from linbias.compat.chapter_torch import ALiBiAttention
+from linbias.compat.fairseq import ParallelAttentionBlock
+from linbias.compat.labml import AlibiMultiHeadAttention
+from linbias.models import (
+    LinbiasConfig,
+    LinbiasForCausalLM,
+    LinbiasForConditionalGeneration,
+    LinbiasForMaskedLM,
+    LinbiasSeq2SeqConfig,
+)
+from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
+from linbias.models.decoder.config import BLOCKS, ENCODER_POSITIONS, POSITIONS
+from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
+from linbias.models.encoders.bert import LinbiasBertModel
+from linbias.models.encoders.bert_config import LinbiasBertConfig
+from linbias.models.families import families
+from linbias.torch import MultiheadAttention
+
+GARBAGE = 1e6
+SMALL = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def causal(**changes):
+    return lambda: LinbiasForCausalLM(LinbiasConfig(**SMALL, **changes))
+
+
+def masked(name):
+    return lambda: LinbiasForMaskedLM(LinbiasConfig(**SMALL, encoder_position=name))
+
+
+BUILD = {
+    "asymmetric layer": lambda: MultiheadAttention(16, 4, variant="asymmetric"),
+    "sigmoid layer": lambda: MultiheadAttention(16, 4, variant="directional", learned="sigmoid"),
+    "layer in 16 bits": lambda: MultiheadAttention(16, 4, learned=True, dtype=torch.bfloat16),
+    "chapter": lambda: ALiBiAttention(16, 4),
+    "parallel block": lambda: ParallelAttentionBlock(16, 4, 4),
+    "labml": lambda: AlibiMultiHeadAttention(4, 16),
+    "jais": lambda: JaisForCausalLM(JaisConfig(vocab_size=20, n_embd=16, n_layer=1, n_head=4)),
+    "baichuan": lambda: BaichuanForCausalLM(BaichuanConfig(**SMALL, intermediate_size=8)),
+    "bert": lambda: LinbiasBertModel(LinbiasBertConfig(**SMALL, intermediate_size=8)),
+    "seq2seq": lambda: LinbiasForConditionalGeneration(LinbiasSeq2SeqConfig(**SMALL)),
+    **{
+        f"{block} {name}": causal(block=block, position=name)
+        for name in POSITIONS
+        for block in BLOCKS
+    },
+    **{name: masked(name) for name in ENCODER_POSITIONS},
+}
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_all_weights_are_set_again(name):
+    torch.manual_seed(0)
+    one, other = BUILD[name](), BUILD[name]()
+    with torch.device("meta"):
+        model = BUILD[name]()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for x in (*model.parameters(), *model.buffers()):
+            x.fill_(GARBAGE)
+        # children first: a module knows better than its parts how these are drawn
+        own = getattr(model, "_init_weights", lambda m: getattr(m, "reset_parameters", list)())
+        model.apply(own)
+    drawn = one.state_dict(), other.state_dict()
+    for key, x in model.state_dict().items():
+        assert not (x == GARBAGE).any(), key
+        first, second = (state[key] for state in drawn)
+        assert x.dtype == first.dtype
+        if torch.equal(first, second):  # no chance in it
+            assert torch.equal(x, first), key
+        else:
+            assert 0.1 < x.std() / first.std() < 10, key
+
+
+def test_no_module_of_ours_with_weights_of_its_own_is_left_out():
+    """But for those of `linbias.paper`, whose constructors draw and which come from files."""
+    families()  # which imports them
+    kinds = {type(module) for build in BUILD.values() for module in build().modules()}
+    mine = {
+        kind
+        for name, module in sys.modules.items()
+        if name.startswith("linbias.") and not name.startswith("linbias.paper")
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == name
+    }
+    makes = ("nn.Parameter(", "register_buffer(", "register_parameter(")
+    own = {kind for kind in mine if any(word in inspect.getsource(kind) for word in makes)}
+    assert len(own) >= 6 and own <= kinds, own - kinds
