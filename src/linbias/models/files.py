@@ -4,18 +4,21 @@ import errno
 import json
 import pickle
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import cached_file
 
+from linbias._run.files import check_writable, move_into_place
 from linbias._run.hub import answers
 from linbias.models.gguf.file import GgufFile
 
@@ -192,6 +195,40 @@ def _look_at(part: Path) -> Weights:
             dtype = _DTYPES.get(header.get_dtype(), torch.int8)
             found[name] = torch.empty(header.get_shape(), dtype=dtype, device="meta")
     return found
+
+
+def refuse_model_in(output: Path, caller: str) -> None:
+    """Check that a folder to make holds no model."""
+    held = sorted(
+        file.name for name in ("config.json", "*.safetensors") for file in output.glob(name)
+    )
+    if held:
+        raise ValueError(
+            f"{caller}: output must not hold a model already, got {output} "
+            f"(it has {', '.join(held)})"
+        )
+
+
+@contextmanager
+def new_folder(output: Path, caller: str) -> Iterator[Path]:
+    """A folder for files that appear in `output`, all of them, when the block ends; a block that
+    fails leaves no folder that was not there before.
+    """
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    check_writable(output, caller)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=output) as partial:
+            yield Path(partial)
+            move_into_place(Path(partial), output)
+    except BaseException as error:
+        if made:
+            shutil.rmtree(output, ignore_errors=True)
+        with suppress(OSError):
+            for parent in made[1:]:
+                parent.rmdir()
+        if isinstance(error, OSError | SafetensorError):
+            raise OSError(f"{caller}: could not write to {output} ({error})") from error
+        raise
 
 
 @contextmanager
