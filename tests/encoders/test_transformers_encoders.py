@@ -335,6 +335,14 @@ def test_converting_that_fails_leaves_no_folder(
     assert [name for name in left if "original" not in name] == there
 
 
+def test_a_classifier_has_the_classes_that_its_folder_counts(tmp_path: Path) -> None:
+    weights = original_weights("jina", masked=False)
+    weights |= {name: x[:1] for name, x in weights.items() if name.startswith("classifier.")}
+    config = original_config("jina", num_labels=1, id2label=None)
+    convert(write_folder(tmp_path / "reranker", config, weights), tmp_path / "ours")
+    assert load(tmp_path / "ours", task="sequence").config.num_labels == 1
+
+
 def test_sentence_transformers_loads_a_converted_jina(tmp_path: Path) -> None:
     sentence_transformers = pytest.importorskip("sentence_transformers")
     from tokenizers import Tokenizer
