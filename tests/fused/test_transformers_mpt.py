@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, MptForCausalLM
+from transformers import AutoModelForCausalLM, MptConfig, MptForCausalLM
 
 import linbias
 from linbias.models import fuse, load, unfuse
@@ -197,6 +197,20 @@ def test_training_and_generation() -> None:
     growing = model.eval().generate(ids, **options)
     assert torch.equal(model.generate(ids, **options, cache_implementation="static"), growing)
     assert torch.equal(model.generate(ids, **options, use_cache=False), growing)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_change_within_attn_config_leaves_its_other_fields(ours: bool, tmp_path: Path) -> None:
+    said = {"alibi": True, "clip_qkv": 0.5, "softmax_scale": 0.1}
+    sizes = {"vocab_size": 61, "d_model": 48, "n_heads": 6, "n_layers": 1, "attn_config": said}
+    model: Any = MptForCausalLM(MptConfig(**sizes))
+    if ours:
+        model = LinbiasMptForCausalLM(LinbiasMptConfig(**sizes, logit_scale=2.0))
+    model.save_pretrained(tmp_path)
+    found = load(tmp_path, attn_config={"alibi_bias_max": 16}).config.attn_config.to_dict()
+    assert found.items() >= (said | {"alibi_bias_max": 16}).items()
+    with pytest.raises(ValueError, match=r"MptAttentionConfig has no field 'clip_qvk'"):
+        load(tmp_path, attn_config={"clip_qvk": 6.0})
 
 
 @pytest.mark.parametrize(

@@ -282,13 +282,18 @@ _INSTEAD = {
 
 
 def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
-    """A configuration with other values in some fields, which are checked like all."""
+    """A configuration with other values in some fields, of its parts as well."""
     fields = {*config.to_dict(), *config.attribute_map, "num_labels"}
     for name in changes:
         if name not in fields:
             advice = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise ValueError(f"load: {type(config).__name__} has no field {name!r}{advice}")
-    return type(config).from_dict({**config.to_dict(), **changes}) if changes else config
+    parts = {
+        name: _changed(getattr(config, name), changes[name]).to_dict()
+        for name in config.sub_configs
+        if isinstance(changes.get(name), Mapping)
+    }
+    return type(config).from_dict({**config.to_dict(), **changes, **parts}) if changes else config
 
 
 def _aligned(wanted: PreTrainedModel, given: Weights) -> Weights:
