@@ -20,6 +20,7 @@ from transformers.utils import cached_file
 
 from linbias._run.files import check_writable, move_into_place
 from linbias._run.hub import answers
+from linbias.models.fields import check_num_labels
 from linbias.models.gguf.file import GgufFile
 
 Weights = dict[str, Tensor]  # by name; of a folder that is only looked at, on the device "meta"
@@ -63,6 +64,7 @@ class Files:
                 raise ValueError(f"config.json must be JSON ({error})") from error
             if not isinstance(settings, dict):
                 raise ValueError(f"config.json must hold a JSON object, got {settings!r:.40}")
+            check_num_labels("config.json", settings)
         return replace(found, settings=settings)
 
     @classmethod
@@ -240,7 +242,8 @@ def one_error(caller: str, name: str) -> Iterator[None]:
         reason = "its weights are damaged, or ask for code, which was not run"
         raise ValueError(f"{caller}: cannot read a model at {name!r}: {reason}") from error
     except Exception as error:  # damaged or hostile files can raise anything
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        first, *more = str(error).strip().splitlines() or [type(error).__name__]
+        reason = f"{first} {more[0].strip()}" if more and first.endswith(":") else first
         if isinstance(error, ValueError) and reason.startswith((f"{caller}: ", "fuse: ")):
             raise
         if not Path(name).exists():

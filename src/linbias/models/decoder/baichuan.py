@@ -67,8 +67,7 @@ class BaichuanConfig(fields.CheckedConfig):
 
 _RULES = {
     **fields.shared_rules(BaichuanConfig),
-    **dict.fromkeys(("intermediate_size", "model_max_length"), fields.COUNT),
-    **dict.fromkeys(("rms_norm_eps", "initializer_range"), fields.POSITIVE),
+    "intermediate_size": fields.COUNT,
     "hidden_act": fields.ACTIVATION,
     "tie_word_embeddings": fields.Rule("False", lambda value: value is False),
     "normalize_head": fields.Rule(

@@ -98,20 +98,15 @@ def _is_scaling(value: object) -> bool:
 
 _RULES = {
     **fields.shared_rules(JaisConfig),
-    **dict.fromkeys(("n_embd", "n_layer", "n_head", "n_positions"), fields.COUNT),
-    "n_inner": fields.optional(fields.COUNT),
     "activation_function": fields.Rule(
         "'swiglu' or the name of an activation of Transformers",
         lambda value: value == "swiglu" or fields.ACTIVATION.holds(value),
     ),
     "position_embedding_type": fields.one_of(("alibi",)),
-    **dict.fromkeys(("layer_norm_epsilon", "initializer_range"), fields.POSITIVE),
     **dict.fromkeys(
         ("mup_embeddings_scale", "mup_output_alpha", "mup_width_scale"), fields.POSITIVE
     ),
     **dict.fromkeys(("mup_scale_qk_dot_by_d", "tie_word_embeddings"), fields.FLAG),
-    **dict.fromkeys(("embd_pdrop", "resid_pdrop"), fields.PROBABILITY),
-    "attn_pdrop": fields.ATTENTION_DROPOUT,
     "alibi_scaling": fields.optional(
         fields.Rule("a mapping with a positive factor or train_seq_len", _is_scaling)
     ),
