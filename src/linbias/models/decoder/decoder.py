@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -122,6 +123,24 @@ def refuse_pages(model: PreTrainedModel, *_: Any, **__: Any) -> Any:
         f"{type(model).__name__}: generate_batch, which keeps keys in pages, is not built: "
         "generate takes padded prompts"
     )
+
+
+def use_given_cache(caller: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate`, which otherwise, where a configuration says use_cache=False,
+    appends the whole text to a given cache at every step.
+    """
+    if any(kwargs.get(name) is not None for name in ("past_key_values", CACHE)):
+        if kwargs.get("use_cache") is False:
+            raise ValueError(f"{caller}: use_cache must be True where a cache is given, got False")
+        kwargs["use_cache"] = True
+    return kwargs
+
+
+class GenerationMixin(transformers.GenerationMixin):
+    """`generate` of Transformers, which asks for this name; a cache that is given is used."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().generate(*args, **use_given_cache(type(self).__name__, kwargs))
 
 
 class DecoderPreTrainedModel(PreTrainedModel):

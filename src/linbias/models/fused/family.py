@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from linbias.models.decoder.attend import How, attend
 from linbias.models.decoder.cache import CACHE, use_growing_layers
-from linbias.models.decoder.decoder import refuse_pages
+from linbias.models.decoder.decoder import refuse_pages, use_given_cache
 from linbias.models.decoder.full_mask import is_full, read_full_mask
 from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
 from linbias.models.decoder.packing import find_packing
@@ -303,18 +303,24 @@ def adapt_calls(model: Any) -> None:
     # Trainer and `generate` read there what a model takes.
     reading.__signature__ = with_marks_in(signature)
     vars(model)[name] = reading
-    if hasattr(model, _PAGES):
+    if hasattr(model, "generate"):
+        vars(model)["generate"] = partial(_generate, model)
         vars(model)[_PAGES] = partial(refuse_pages, model)
 
 
 def restore_calls(model: Any) -> None:
     """Undo `adapt_calls`."""
     name = forward_name(model)
-    vars(model).pop(_PAGES, None)
+    for replaced in (_PAGES, "generate"):
+        vars(model).pop(replaced, None)
     if isinstance(vars(model).get(name), partial):
         del vars(model)[name]
         if name == "_old_forward":
             vars(model)[name] = MethodType(type(model).forward, model)
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(model).generate(model, *args, **use_given_cache(type(model).__name__, kwargs))
 
 
 # That of the call at work, where a mask [B, S] does not say it: heads pass nothing else on. The
