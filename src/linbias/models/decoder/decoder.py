@@ -19,7 +19,12 @@ from transformers.utils import can_return_tuple
 from linbias.models.decoder.attend import How, Steps, attend
 from linbias.models.decoder.cache import CACHE, attending_layer, takes_cache, use_growing_layers
 from linbias.models.decoder.full_mask import is_full, read_full_mask
-from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
+from linbias.models.decoder.layout import (
+    TokenLayout,
+    check_room,
+    fill_room,
+    read_attention_mask,
+)
 from linbias.models.decoder.positions import Position, Stepped
 from linbias.models.decoder.text_marks import takes_marks
 
@@ -299,12 +304,8 @@ class Decoder(DecoderPreTrainedModel):
             use_growing_layers(cache)
             num_cached, has_room = cache.get_seq_length(), cache.is_compileable
         if cache is not None and has_room and not torch.compiler.is_compiling():
-            num_keys, room = int(num_cached) + embedded.shape[1], cache.layers[0].get_max_length()
-            if num_keys > room:
-                raise ValueError(
-                    f"{name}: past_key_values must have room for {num_keys} tokens, "
-                    f"got a static cache of {room}"
-                )
+            room = cache.layers[0].get_max_length()
+            check_room(name, int(num_cached) + embedded.shape[1], room)
         return read_attention_mask(
             name,
             attention_mask,
