@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from linbias.models import WindowCache, fuse
-from small_models import tokens
+from small_models import build, tokens
 from test_models_fields import SUBJECTS
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -129,3 +129,8 @@ def test_marks_that_are_no_integers_of_tokens_are_refused_by_name(family: str) -
     for marks, error, message in MARKS:
         with pytest.raises(error, match=message):
             call(model, ids, **marks, use_cache=False)
+
+
+def test_a_table_has_no_negative_positions() -> None:
+    with pytest.raises(ValueError, match="position_ids must be at least 0 for a table, got -5"):
+        build(position="learned")(tokens(1, 8), position_ids=torch.arange(8)[None] - 5)

@@ -38,6 +38,7 @@ from linbias.models.decoder.packing import find_packing
 from linbias.models.decoder.positions import AttendOptions, LinearBias
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.decoder.text_marks import MARKS, read_marks, with_marks_in
+from linbias.models.fields import POSITIVE
 from linbias.models.prepacked import forward_name
 from linbias.torch.choice import IMPLEMENTATIONS
 
@@ -131,7 +132,7 @@ class Options:
         if self.rounding not in _ROUNDINGS:
             raise ValueError(f"fuse: rounding must be one of {_ROUNDINGS}, got {self.rounding!r}")
         if scale is not None and scale != "interpolate":
-            if isinstance(scale, str | bool) or not 0 < scale < float("inf"):
+            if not POSITIVE.holds(scale):
                 rule = "positive, 'interpolate' or None"
                 raise ValueError(f"fuse: slope_scale must be {rule}, got {scale!r}")
         if scale is not None and self.rounding == "checkpoint":
