@@ -186,10 +186,10 @@ def check_numbers(config: PreTrainedConfig) -> None:
 
 def check_num_labels(caller: str, given: Mapping[str, Any]) -> None:
     """Check the number of labels before Transformers gives each of them a name."""
-    words = f"an integer in [1, {_MOST_LABELS}]"
-    if (n := given.get("num_labels")) is not None:
-        if not (is_integer(n) and 1 <= n <= _MOST_LABELS):
-            raise ValueError(f"{caller}: num_labels must be {words}, got {_show(n)}")
+    n = given.get("num_labels")
+    if not (n is None or (is_integer(n) and 1 <= n <= _MOST_LABELS)):
+        words = f"an integer in [1, {_MOST_LABELS}]"
+        raise ValueError(f"{caller}: num_labels must be {words}, got {_show(n)}")
 
 
 def check_tokens(config: PreTrainedConfig) -> None:
