@@ -822,7 +822,7 @@ def check_position_values(
             key = np.broadcast_to(own_key, nowhere.shape)[b, h, t]
             raise ValueError(
                 f"{function}: query {t} of batch row {b} would stand at key {key} of {S};"
-                " say where with query_positions"
+                " say where with query_start (0: each at its own key) or query_positions"
             )
         return True
     _refuse_far(function, "query_positions", query_positions, base, np.ones((1, 1, T), bool))

@@ -279,7 +279,8 @@ NUMPY = {
         (at([[0, 1, 2], [0, 2, 1]]), r"must not fall, got 1 after 2 at \[0, 1, 2\]"),
         (at([[0, 1, 2], [0, 2, 1]], causal=False, query_start=0), "must not fall, got 1 after 2"),
         (at([0, 1, 2], query_start=-1), "attention: query 0 of batch row 0 would stand at key -1"
-         " of 3; say where with query_positions"),
+         r" of 3; say where with query_start \(0: each at its own key\) or query_positions"),
+        (at([0, 1, 2], key_range=[0, 2]), r"at key -1 of 3; say where with query_start \(0:"),
         (at([0, 1, 2], query_start=1), "query 2 of batch row 0 would stand at key 3 of 3"),
         (at([0, 4, 9], [3, 3.5, 9]), "query_positions must be at least that of every key before"
          r" the query, got 3.5 at \[0, 1\] where key 1 stands at 4; causal=False without"

@@ -1,6 +1,7 @@
 """Existing encoders against a plain restatement of the original code and its golden data."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
@@ -312,6 +313,34 @@ def test_converted_and_back(family: str, tmp_path: Path) -> None:
     pooler = {name for name in weights if "pooler" in name}  # the masked model has no use for it
     assert set(returned) == set(weights) - pooler
     assert all(torch.equal(returned[name], weights[name]) for name in returned)
+
+
+@pytest.mark.parametrize("there", [[], ["new"], ["new", "new/ours"]])
+@pytest.mark.parametrize("damaged", ["model.safetensors", "tokenizer_config.json"])
+def test_converting_that_fails_leaves_no_folder(
+    damaged: str, there: list[str], tmp_path: Path
+) -> None:
+    folder = original(tmp_path / "original")
+    if damaged == "model.safetensors":
+        weights = original_weights("jina")
+        weights["bert.embeddings.LayerNorm.bias"][0] = math.nan
+        save_file(weights, folder / damaged)
+    else:
+        (folder / damaged).write_text("{")
+    for name in there:
+        (tmp_path / name).mkdir()
+    with pytest.raises(ValueError):
+        convert(folder, tmp_path / "new" / "ours")
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert [name for name in left if "original" not in name] == there
+
+
+def test_a_classifier_has_the_classes_that_its_folder_counts(tmp_path: Path) -> None:
+    weights = original_weights("jina", masked=False)
+    weights |= {name: x[:1] for name, x in weights.items() if name.startswith("classifier.")}
+    config = original_config("jina", num_labels=1, id2label=None)
+    convert(write_folder(tmp_path / "reranker", config, weights), tmp_path / "ours")
+    assert load(tmp_path / "ours", task="sequence").config.num_labels == 1
 
 
 def test_sentence_transformers_loads_a_converted_jina(tmp_path: Path) -> None:

@@ -524,6 +524,10 @@ def test_what_is_no_model_and_what_is_not_fused_are_refused() -> None:
         ({"rounding": "none"}, r"rounding must be one of \('exact', 'checkpoint'\), got 'none'"),
         ({"slope_scale": 0.0}, r"slope_scale must be positive, 'interpolate' or None, got 0.0"),
         (
+            {"slope_scale": 1e39},
+            r"slope_scale must be positive, 'interpolate' or None, got 1e\+39",
+        ),
+        (
             {"slope_scale": "ntk"},
             r"slope_scale must be positive, 'interpolate' or None, got 'ntk'",
         ),

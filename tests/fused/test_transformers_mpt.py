@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, MptForCausalLM
+from transformers import AutoModelForCausalLM, MptConfig, MptForCausalLM
 
 import linbias
 from linbias.models import fuse, load, unfuse
@@ -199,6 +199,20 @@ def test_training_and_generation() -> None:
     assert torch.equal(model.generate(ids, **options, use_cache=False), growing)
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_change_within_attn_config_leaves_its_other_fields(ours: bool, tmp_path: Path) -> None:
+    said = {"alibi": True, "clip_qkv": 0.5, "softmax_scale": 0.1}
+    sizes = {"vocab_size": 61, "d_model": 48, "n_heads": 6, "n_layers": 1, "attn_config": said}
+    model: Any = MptForCausalLM(MptConfig(**sizes))
+    if ours:
+        model = LinbiasMptForCausalLM(LinbiasMptConfig(**sizes, logit_scale=2.0))
+    model.save_pretrained(tmp_path)
+    found = load(tmp_path, attn_config={"alibi_bias_max": 16}).config.attn_config.to_dict()
+    assert found.items() >= (said | {"alibi_bias_max": 16}).items()
+    with pytest.raises(ValueError, match=r"MptAttentionConfig has no field 'clip_qvk'"):
+        load(tmp_path, attn_config={"clip_qvk": 6.0})
+
+
 @pytest.mark.parametrize(
     ("attention", "message"),
     [
@@ -207,8 +221,8 @@ def test_training_and_generation() -> None:
         ({"sliding_window_size": 64}, r"sliding_window_size of an MPT model must be -1, got 64"),
         ({**GROUPED, "kv_n_heads": 4}, r"a divisor of 6 heads, got 4"),
         ({"attn_type": "flash"}, r"attn_type must be one of .*got 'flash'"),
-        ({"alibi_bias_max": 0}, r"alibi_bias_max must be a positive number, got 0"),
-        ({"clip_qkv": "6"}, r"clip_qkv must be None or a positive number, got '6'"),
+        ({"alibi_bias_max": 0}, r"alibi_bias_max must be in \(0, 126\], .* got 0"),
+        ({"clip_qkv": "6"}, r"clip_qkv must be None or a positive number of float32, got '6'"),
     ],
 )
 def test_refused_attention(attention: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -221,7 +235,7 @@ def test_refused_attention(attention: dict[str, Any], message: str, tmp_path: Pa
         ({"attn_config": 3}, r"attn_config must be a mapping, got 3"),
         ({"ffn_config": {"ffn_type": "mptglu"}}, r"ffn_config.ffn_type .*'mptmlp', got 'mptglu'"),
         ({"norm_type": "rmsnorm"}, r"norm_type of an MPT model must be 'low_precision_l"),
-        ({"n_layers": 10**9}, r"num_hidden_layers must be at most 2048"),
+        ({"n_layers": 10**9}, r"n_layers must be at most 2048"),
         ({"d_model": 47}, r"d_model must be a multiple of 6 heads, got 47"),
         ({"expansion_ratio": 1e9}, r"expansion_ratio must be such that"),
         ({"logit_scale": "big"}, r"logit_scale must be None, 'inv_sqrt_d_model' or a positive"),

@@ -6,6 +6,7 @@ that it does not fit), or changes nothing for one of the reasons below: none is 
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ WAY = "how it is computed, not what"
 LENGTH = "read by slope_scale='interpolate' alone"
 OTHER = "of a part that a model with these fields does not have"
 UNREAD = "not read by the original's code"
+BESIDE = "layer_norm_epsilon, which stands beside it, is the same"
 GIVEN = "said by load, or found in the weights"
 
 Fields = dict[str, tuple[Any, str]]  # another value, and what it does
@@ -169,7 +171,7 @@ MPT: Fields = {
     **each("attn_config.sliding_window_size attn_config.attn_logit_softcapping", 4, REFUSED),
     **each("attn_config.kv_dim", 4, REFUSED),
     **each("ffn_config", {"ffn_type": "mptglu"}, REFUSED),
-    **each("norm_eps", 0.5, "layer_norm_epsilon, which stands beside it, is the same"),
+    **each("norm_eps", 0.5, BESIDE),
     **each("block_overrides", {"order": []}, REFUSED),
     **each("final_logit_softcapping", 30.0, REFUSED),
     **each("verbose", 2, TOLD),
@@ -330,6 +332,47 @@ def test_every_field_does_what_is_said_of_it(family: str, tmp_path: Path) -> Non
         if does != (effect if effect in (READ, REFUSED) else "nothing"):
             wrong[name] = does, effect
     assert not wrong
+
+
+# Numbers that nothing reads, or of which the tables above say that all but one are refused.
+NOT_READ = {
+    *("unk_token_id", "verbose", "chunk_size_feed_forward", "embedding_fraction"),
+    *("attn_config.sliding_window_size", "attn_config.attn_logit_softcapping"),
+}
+# The names under which ours say it.
+RENAMED = {
+    "hidden_dropout_prob": "hidden_dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+    "alibi_starting_size": "train_length",
+    "layer_norm_epsilon": "norm_eps",
+}
+
+
+@pytest.mark.parametrize("family", SUBJECTS)
+def test_numbers_of_which_no_number_can_come_are_refused_by_name(
+    family: str, tmp_path: Path
+) -> None:
+    settings, loaded = write(family, tmp_path), []
+    kinds, _, fields = SUBJECTS[family]
+    known = set(settings) | {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    common = {name: value for name, value in COMMON.items() if name in known}
+    for name, (usual, effect) in (common | fields | each("num_labels", 5, TEXT)).items():
+        is_number = isinstance(usual, int | float) and not isinstance(usual, bool)
+        if not is_number or effect in (UNREAD, OTHER, BESIDE) or name in NOT_READ:
+            continue
+        if name == "max_position_embeddings" and not kinds:  # an original reads another field
+            continue
+        for wrong in (math.nan, math.inf, -1, 1e39, 2**200):
+            text = json.dumps(changed(settings, name, wrong))
+            (tmp_path / "config.json").write_text(text)
+            try:
+                load(tmp_path, device="cpu")
+                loaded.append((name, wrong, ""))
+            except ValueError as error:
+                names = (name.rpartition(".")[2], RENAMED.get(name, name))
+                if not any(short in str(error) for short in names):
+                    loaded.append((name, wrong, str(error)))
+    assert not loaded
 
 
 def test_mosaicbert_has_gelu_between_its_layers_whatever_its_head_has() -> None:

@@ -175,5 +175,7 @@ def test_calls_with_bad_masks_are_explained() -> None:
     with pytest.raises(TypeError, match=r"LinbiasModel: attention_mask .* got torch.int64"):
         model(ids, mask.long())
     masked = LinbiasForMaskedLM(settings(encoder_position="symmetric"))
-    with pytest.raises(ValueError, match=r"attention_mask must have shape \[B, S\] = \[1, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask must have shape \[B, S\], got \[1, 1, 4, 4\]"
+    ):
         masked(ids, mask)

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import sysconfig
 import tempfile
 from collections.abc import Iterable
@@ -397,16 +396,15 @@ def _byte_pairs(
         if folder is None:
             return tokenizer, ids
         folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = tempfile.mkdtemp(dir=folder.parent)
-        tokenizer.save(partial)
-        for split in SPLITS:
-            np.save(Path(partial, f"{split}.npy"), ids[split], allow_pickle=False)
-        try:
-            os.replace(partial, folder)
-        except OSError:  # another process was first, with the same content
-            shutil.rmtree(partial)
-            if not folder.is_dir():
-                raise
+        with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
+            tokenizer.save(partial)
+            for split in SPLITS:
+                np.save(Path(partial, f"{split}.npy"), ids[split], allow_pickle=False)
+            try:
+                os.replace(partial, folder)
+            except OSError:  # another process was first, with the same content
+                if not folder.is_dir():
+                    raise
     paths = {split: folder / f"{split}.npy" for split in SPLITS}
     ids = {split: np.load(paths[split], mmap_mode="r", allow_pickle=False) for split in SPLITS}
     return Tokenizer.load(folder), ids

@@ -2,18 +2,17 @@
 
 import json
 import shutil
-import tempfile
 from pathlib import Path
 
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from linbias._run.files import check_writable, move_into_place, write_json, write_whole
+from linbias._run.files import write_json, write_whole
 from linbias.models.encoders import original
 from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.families import find_family
-from linbias.models.loading import Files, load
+from linbias.models.files import Files, new_folder, refuse_model_in
+from linbias.models.loading import load
 
 # Without a number, SentenceTransformer cuts texts at max_position_embeddings, no limit here.
 _NO_LIMIT = 2**31 - 1
@@ -46,14 +45,7 @@ def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> No
         OSError: A file could not be written (disk full); output holds no model then.
     """
     folder, output = Path(folder), Path(output)
-    held = sorted(
-        file.name for name in ("config.json", "*.safetensors") for file in output.glob(name)
-    )
-    if held:
-        raise ValueError(
-            "convert: output must not hold a model already, got "
-            f"{output} (it has {', '.join(held)})"
-        )
+    refuse_model_in(output, "convert")
     files = Files.at("convert", folder)
     if files.gguf is not None:
         raise ValueError(
@@ -72,20 +64,14 @@ def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> No
             f"convert: {str(folder)!r} must come from an original folder to go back, "
             "and its config.json names none"
         )
-    check_writable(output, "convert")
-    try:
-        with tempfile.TemporaryDirectory(prefix=".", dir=output) as name:
-            partial = Path(name)
-            if back:
-                _write_original(config, files.read_weights(), partial)
-            else:
-                load(files, task=_task(names), device="cpu").save_pretrained(partial)
-                if (config.original or {}).get("family", "").startswith("jina"):
-                    _write_sentence_transformer(folder, partial)
-            _copy_tokenizer(folder, partial)
-            move_into_place(partial, output)
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"convert: could not write to {output} ({error})") from error
+    with new_folder(output, "convert") as partial:
+        if back:
+            _write_original(config, files.read_weights(), partial)
+        else:
+            load(files, task=_task(names), device="cpu").save_pretrained(partial)
+            if (config.original or {}).get("family", "").startswith("jina"):
+                _write_sentence_transformer(folder, partial)
+        _copy_tokenizer(folder, partial)
 
 
 def _task(names: set[str]) -> str:

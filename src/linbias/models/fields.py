@@ -5,7 +5,6 @@ Errors read `LinbiasConfig: hidden_size must be a multiple of 4 heads, got 30`.
 
 import dataclasses
 import difflib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +24,9 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
+_FLOAT32 = torch.finfo(torch.float32)
+
+
 def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -34,7 +36,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_positive(value: Any) -> bool:
-    return _is_number(value) and 0 < value <= sys.float_info.max
+    return _is_number(value) and _FLOAT32.tiny <= value <= _FLOAT32.max
 
 
 def one_of(names: tuple[str, ...]) -> Rule:
@@ -52,7 +54,7 @@ def _is_dtype(value: object) -> bool:
 
 
 COUNT = Rule("an integer of at least 1", lambda value: is_integer(value) and value >= 1)
-POSITIVE = Rule("a positive number", _is_positive)
+POSITIVE = Rule("a positive number of float32", _is_positive)
 PROBABILITY = Rule("a number in [0, 1)", lambda value: _is_number(value) and 0 <= value < 1)
 # That of attention is drawn from 32 random bits.
 ATTENTION_DROPOUT = Rule(
@@ -69,29 +71,44 @@ FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 MAXIMA: Mapping[str, int] = {
     "num_hidden_layers": 2**11,
     "decoder_layers": 2**11,
-    "num_attention_heads": 2**12,
-    "num_key_value_heads": 2**12,
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_kv_heads"), 2**12),
+    "pretraining_tp": 2**12,
     "hidden_size": 2**17,
     "head_size": 2**14,
-    "intermediate_size": 2**20,
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_hidden_size"), 2**20),
     "vocab_size": 2**24,
     "type_vocab_size": 2**16,
-    "train_length": 2**30,
+    **dict.fromkeys(("model_max_length", "train_length", "seq_length"), 2**30),
+    **dict.fromkeys(("max_position_embeddings", "window", "t5_max_distance"), 2**30),
+    "max_seq_len": 2**24,  # of MPT, whose code in Transformers makes a table of them
     "t5_num_buckets": 2**16,
-    "t5_max_distance": 2**30,
 }
+_MOST_LABELS = 2**16
 
 # The fields that mean the same in every family.
 SHARED: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), COUNT
     ),
-    **dict.fromkeys(("train_length", "t5_num_buckets", "t5_max_distance"), COUNT),
-    "attention_dropout": ATTENTION_DROPOUT,
-    **dict.fromkeys(("layer_norm_eps", "rotary_base"), POSITIVE),
+    **dict.fromkeys(("n_embd", "n_layer", "n_head", "d_model", "n_layers", "n_heads"), COUNT),
+    **dict.fromkeys(("train_length", "model_max_length", "seq_length", "n_positions"), COUNT),
+    **dict.fromkeys(("max_seq_len", "window", "t5_num_buckets", "t5_max_distance"), COUNT),
+    **dict.fromkeys(("type_vocab_size", "num_kv_heads", "ffn_hidden_size"), COUNT),
+    "pretraining_tp": COUNT,
+    **dict.fromkeys(("max_position_embeddings", "n_inner", "kv_n_heads"), optional(COUNT)),
+    **dict.fromkeys(("attention_dropout", "attn_pdrop"), ATTENTION_DROPOUT),
+    **dict.fromkeys(("hidden_dropout", "resid_pdrop", "embd_pdrop", "emb_pdrop"), PROBABILITY),
+    **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps"), POSITIVE),
+    **dict.fromkeys(("norm_eps", "head_norm_eps", "initializer_range", "rotary_base"), POSITIVE),
+    "classifier_dropout": optional(PROBABILITY),
+    **dict.fromkeys(("clip_qkv", "softmax_scale"), optional(POSITIVE)),
+    "alibi_bias_max": Rule(
+        "in (0, 126], since the least slope, 2^-alibi_bias_max, is a float32",
+        lambda value: _is_positive(value) and value <= 126,
+    ),
     "slope_schedule": one_of(SCHEDULES),
     "slope_scale": Rule(
-        "None, 'interpolate' or a positive number",
+        f"None, 'interpolate' or {POSITIVE.words}",
         lambda value: value is None or value == "interpolate" or _is_positive(value),
     ),
     "attention_implementation": Rule(
@@ -108,7 +125,8 @@ SHARED: Mapping[str, Rule] = {
 
 def shared_rules(family: type[PreTrainedConfig]) -> dict[str, Rule]:
     """Those of `SHARED` for the fields that a configuration has."""
-    return {name: rule for name, rule in SHARED.items() if name in family.__annotations__}
+    names = {*family.__annotations__, "dtype", "id2label"}
+    return {name: rule for name, rule in SHARED.items() if name in names}
 
 
 def own_fields(family: type[PreTrainedConfig]) -> set[str]:
@@ -136,7 +154,9 @@ class CheckedConfig(PreTrainedConfig):
                         f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
                     )
                     raise TypeError(f"{type(self).__name__}: there is no field {name}; {advice}")
+        check_num_labels(type(self).__name__, others)
         super().__post_init__(**others)
+        check_tokens(self)
 
 
 # What Transformers takes beside the fields that all configurations have.
@@ -152,14 +172,33 @@ def check_fields(config: PreTrainedConfig, rules: Mapping[str, Rule]) -> None:
     """Check each field by its own rule, in the order of `rules`, and the sizes."""
     for name, rule in rules.items():
         require(config, name, rule.holds(getattr(config, name)), rule.words)
-    check_sizes(config)
-
-
-def check_sizes(config: PreTrainedConfig) -> None:
-    """Check that no size is beyond `MAXIMA`, of a configuration of any family."""
     for name, most in MAXIMA.items():
         size = getattr(config, name, 0)
         require(config, name, not is_integer(size) or size <= most, f"at most {most}")
+
+
+def check_numbers(config: PreTrainedConfig) -> None:
+    """Check the numbers that a configuration of any family has under the names of `SHARED`."""
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        found = {name: getattr(part, name, None) for name in SHARED}
+        check_fields(part, {name: SHARED[name] for name, x in found.items() if _is_number(x)})
+
+
+def check_num_labels(caller: str, given: Mapping[str, Any]) -> None:
+    """Check the number of labels before Transformers gives each of them a name."""
+    n = given.get("num_labels")
+    if not (n is None or (is_integer(n) and 1 <= n <= _MOST_LABELS)):
+        words = f"an integer in [1, {_MOST_LABELS}]"
+        raise ValueError(f"{caller}: num_labels must be {words}, got {_show(n)}")
+
+
+def check_tokens(config: PreTrainedConfig) -> None:
+    """Check that the special tokens are tokens of the vocabulary."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        given = getattr(config, name, None)
+        ids = given if isinstance(given, list | tuple) else [given]
+        inside = all(x is None or (is_integer(x) and 0 <= x < config.vocab_size) for x in ids)
+        require(config, name, inside, f"None or in [0, {config.vocab_size})")
 
 
 def check_shared_width(config: PreTrainedConfig, name: str = "hidden_size") -> None:
@@ -186,9 +225,9 @@ def check_even(config: PreTrainedConfig, field: str) -> None:
 
 
 def require(config: PreTrainedConfig, name: str, holds: bool, words: str) -> None:
-    """Raise a ValueError about one field unless its rule holds."""
+    """Raise a ValueError about one field, by the family's own name, unless its rule holds."""
     if not holds:
-        value = getattr(config, name)
+        name, value = config.attribute_map.get(name, name), getattr(config, name)
         raise ValueError(f"{type(config).__name__}: {name} must be {words}, got {_show(value)}")
 
 

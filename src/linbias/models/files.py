@@ -4,19 +4,23 @@ import errno
 import json
 import pickle
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import cached_file
 
+from linbias._run.files import check_writable, move_into_place
 from linbias._run.hub import answers
+from linbias.models.fields import check_num_labels
 from linbias.models.gguf.file import GgufFile
 
 Weights = dict[str, Tensor]  # by name; of a folder that is only looked at, on the device "meta"
@@ -60,6 +64,7 @@ class Files:
                 raise ValueError(f"config.json must be JSON ({error})") from error
             if not isinstance(settings, dict):
                 raise ValueError(f"config.json must hold a JSON object, got {settings!r:.40}")
+            check_num_labels("config.json", settings)
         return replace(found, settings=settings)
 
     @classmethod
@@ -194,6 +199,40 @@ def _look_at(part: Path) -> Weights:
     return found
 
 
+def refuse_model_in(output: Path, caller: str) -> None:
+    """Check that a folder to make holds no model."""
+    held = sorted(
+        file.name for name in ("config.json", "*.safetensors") for file in output.glob(name)
+    )
+    if held:
+        raise ValueError(
+            f"{caller}: output must not hold a model already, got {output} "
+            f"(it has {', '.join(held)})"
+        )
+
+
+@contextmanager
+def new_folder(output: Path, caller: str) -> Iterator[Path]:
+    """A folder for files that appear in `output`, all of them, when the block ends; a block that
+    fails leaves no folder that was not there before.
+    """
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    check_writable(output, caller)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=output) as partial:
+            yield Path(partial)
+            move_into_place(Path(partial), output)
+    except BaseException as error:
+        if made:
+            shutil.rmtree(output, ignore_errors=True)
+        with suppress(OSError):
+            for parent in made[1:]:
+                parent.rmdir()
+        if isinstance(error, OSError | SafetensorError):
+            raise OSError(f"{caller}: could not write to {output} ({error})") from error
+        raise
+
+
 @contextmanager
 def one_error(caller: str, name: str) -> Iterator[None]:
     """Whatever goes wrong within the block is a ValueError of one line."""
@@ -203,7 +242,8 @@ def one_error(caller: str, name: str) -> Iterator[None]:
         reason = "its weights are damaged, or ask for code, which was not run"
         raise ValueError(f"{caller}: cannot read a model at {name!r}: {reason}") from error
     except Exception as error:  # damaged or hostile files can raise anything
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        first, *more = str(error).strip().splitlines() or [type(error).__name__]
+        reason = f"{first} {more[0].strip()}" if more and first.endswith(":") else first
         if isinstance(error, ValueError) and reason.startswith((f"{caller}: ", "fuse: ")):
             raise
         if not Path(name).exists():

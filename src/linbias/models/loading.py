@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 from linbias.models.families import TASKS, families, find_family, is_plain
-from linbias.models.fields import check_sizes
+from linbias.models.fields import check_num_labels, check_numbers, check_tokens
 from linbias.models.files import Files as Files
 from linbias.models.files import Weights, one_error
 from linbias.models.fused import fuse
@@ -134,7 +134,8 @@ def _load(
     if family.fields_of_task is not None:
         changes = {**family.fields_of_task(task, set(stored)), **changes}
     config = _changed(config, changes)
-    check_sizes(config.get_text_config())
+    check_numbers(config)
+    check_tokens(config)
     kind = family.classes[task]
     with torch.device("meta"):
         wanted = kind(copy.deepcopy(config))
@@ -167,7 +168,7 @@ def _load_plain(
         )
     config = CONFIG_MAPPING[files.settings["model_type"]].from_dict(dict(files.settings))
     config = _changed(config, changes)
-    check_sizes(config.get_text_config())
+    check_numbers(config.get_text_config())
     stored = files.look_at_weights()
     if "quantization_config" not in files.settings:  # whose weights are stored in another way
         with torch.device("meta"):
@@ -282,13 +283,19 @@ _INSTEAD = {
 
 
 def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
-    """A configuration with other values in some fields, which are checked like all."""
+    """A configuration with other values in some fields, of its parts as well."""
+    check_num_labels("load", changes)
     fields = {*config.to_dict(), *config.attribute_map, "num_labels"}
     for name in changes:
         if name not in fields:
             advice = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise ValueError(f"load: {type(config).__name__} has no field {name!r}{advice}")
-    return type(config).from_dict({**config.to_dict(), **changes}) if changes else config
+    parts = {
+        name: _changed(getattr(config, name), changes[name]).to_dict()
+        for name in config.sub_configs
+        if isinstance(changes.get(name), Mapping)
+    }
+    return type(config).from_dict({**config.to_dict(), **changes, **parts}) if changes else config
 
 
 def _aligned(wanted: PreTrainedModel, given: Weights) -> Weights:

@@ -5,7 +5,6 @@ every tied weight twice. Here a model is a folder of Transformers, with every we
 """
 
 import re
-import tempfile
 import warnings
 import zipfile
 from argparse import Namespace
@@ -15,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from linbias._run.files import check_writable, move_into_place
-from linbias.models.loading import Files, no_bars
+from linbias.models.files import Files, new_folder, refuse_model_in
 from linbias.models.loading import load as load_folder
+from linbias.models.loading import no_bars
 from linbias.paper.config import PaperConfig
 from linbias.paper.dictionary import Dictionary
 from linbias.paper.model import PaperForCausalLM
@@ -124,29 +122,16 @@ def convert(
 ) -> None:
     """Turns a checkpoint, with its dict.txt, into a folder that Transformers loads."""
     output = Path(output)
-    held = sorted(
-        file.name for name in ("config.json", "*.safetensors") for file in output.glob(name)
-    )
-    if held:
-        raise ValueError(
-            f"convert: output must not hold a model already, got {output} "
-            f"(it has {', '.join(held)})"
-        )
+    refuse_model_in(output, "convert")
     model = load(path, position=position)
     words = None
     if dictionary is not None:
         words = Dictionary.read(Path(dictionary))
         check_dictionary(words, model.config, dictionary, "convert")
-    check_writable(output, "convert")
-    try:
-        with tempfile.TemporaryDirectory(prefix=".", dir=output) as partial:
-            with no_bars():
-                model.save_pretrained(partial)
-            if words is not None:
-                add_words(words, Path(partial))
-            move_into_place(Path(partial), output)
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"convert: could not write to {output} ({error})") from error
+    with new_folder(output, "convert") as partial, no_bars():
+        model.save_pretrained(partial)
+        if words is not None:
+            add_words(words, partial)
 
 
 def add_words(dictionary: Dictionary, folder: Path) -> None:

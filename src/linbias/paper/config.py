@@ -93,7 +93,7 @@ class PaperConfig(fields.CheckedConfig):
 
 
 _RULES = {
-    **fields.SHARED,
+    **fields.shared_rules(PaperConfig),
     "intermediate_size": fields.COUNT,
     "position": fields.one_of(POSITIONS),
     "adaptive_factor": fields.POSITIVE,

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from linbias.models.decoder.cache import attending_layer, growing_layer, keep_beside, key_bound
+from linbias.models.decoder.cache import (
+    attending_layer,
+    check_rows,
+    growing_layer,
+    keep_beside,
+    key_bound,
+)
 from linbias.models.decoder.holes import take
 from linbias.models.decoder.layout import TokenLayout
 from linbias.models.decoder.positions import NO_OPTIONS, AttendOptions, LinearBias, Position
@@ -60,6 +66,7 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor |
             return out, None
     lengths, bound = None if steps is None else steps.lengths, None
     if cache is not None:
+        check_rows(cache, layer, len(k))
         k, v = cache.update(k, v, layer)
         if steps is not None:
             lengths = keep_beside(cache, steps.layer, steps.lengths)

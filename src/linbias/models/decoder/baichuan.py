@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import GenerationMixin
 from transformers.activations import ACT2FN
 
 from linbias.models import fields
@@ -67,8 +66,7 @@ class BaichuanConfig(fields.CheckedConfig):
 
 _RULES = {
     **fields.shared_rules(BaichuanConfig),
-    **dict.fromkeys(("intermediate_size", "model_max_length"), fields.COUNT),
-    **dict.fromkeys(("rms_norm_eps", "initializer_range"), fields.POSITIVE),
+    "intermediate_size": fields.COUNT,
     "hidden_act": fields.ACTIVATION,
     "tie_word_embeddings": fields.Rule("False", lambda value: value is False),
     "normalize_head": fields.Rule(
@@ -158,7 +156,7 @@ class NormHead(nn.Linear):
         return torch.linalg.vector_norm(self.weight, dim=-1, dtype=wide).clamp(min=1e-12)
 
 
-class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
+class BaichuanForCausalLM(BaichuanPreTrainedModel, decoder.GenerationMixin):
     """Predict the next token. Call, loss and logits are those of `LinbiasForCausalLM`."""
 
     accepts_loss_kwargs = True

@@ -234,6 +234,16 @@ def use_growing_layers(cache: Cache) -> None:
             cache.layers[index] = GrowingLayer()
 
 
+def check_rows(cache: Cache, index: int, rows: int) -> None:
+    """Check that a layer holds as many rows as there are of new tokens: one would be repeated."""
+    keys = getattr(cache.layers[index], "keys", None) if index < len(cache.layers) else None
+    if keys is not None and keys.ndim == 4 and len(keys) != rows:
+        raise ValueError(
+            f"linbias: past_key_values must hold as many rows as there are of new tokens, {rows}, "
+            f"got {len(keys)}"
+        )
+
+
 def keep_beside(cache: Cache, index: int, states: Tensor) -> Tensor:
     """Append what new tokens have beside keys, [B, heads, T, size]; return that of all tokens.
 

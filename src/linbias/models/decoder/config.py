@@ -162,13 +162,10 @@ class LinbiasSeq2SeqConfig(LinbiasConfig):
 
 
 _RULES = {
-    **fields.SHARED,
+    **fields.shared_rules(LinbiasConfig),
     "position": fields.one_of(POSITIONS),
     "encoder_position": fields.optional(fields.one_of(ENCODER_POSITIONS)),
-    "window": fields.COUNT,
     "block": fields.one_of(BLOCKS),
-    "hidden_dropout": fields.PROBABILITY,
-    "initializer_range": fields.POSITIVE,
     "tie_word_embeddings": fields.FLAG,
 }
 _RULES_ONCE_FILLED = dict.fromkeys(

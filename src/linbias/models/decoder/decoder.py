@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -18,7 +19,12 @@ from transformers.utils import can_return_tuple
 from linbias.models.decoder.attend import How, Steps, attend
 from linbias.models.decoder.cache import CACHE, attending_layer, takes_cache, use_growing_layers
 from linbias.models.decoder.full_mask import is_full, read_full_mask
-from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
+from linbias.models.decoder.layout import (
+    TokenLayout,
+    check_room,
+    fill_room,
+    read_attention_mask,
+)
 from linbias.models.decoder.positions import Position, Stepped
 from linbias.models.decoder.text_marks import takes_marks
 
@@ -122,6 +128,24 @@ def refuse_pages(model: PreTrainedModel, *_: Any, **__: Any) -> Any:
         f"{type(model).__name__}: generate_batch, which keeps keys in pages, is not built: "
         "generate takes padded prompts"
     )
+
+
+def use_given_cache(caller: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate`, which otherwise, where a configuration says use_cache=False,
+    appends the whole text to a given cache at every step.
+    """
+    if any(kwargs.get(name) is not None for name in ("past_key_values", CACHE)):
+        if kwargs.get("use_cache") is False:
+            raise ValueError(f"{caller}: use_cache must be True where a cache is given, got False")
+        kwargs["use_cache"] = True
+    return kwargs
+
+
+class GenerationMixin(transformers.GenerationMixin):
+    """`generate` of Transformers, which asks for this name; a cache that is given is used."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().generate(*args, **use_given_cache(type(self).__name__, kwargs))
 
 
 class DecoderPreTrainedModel(PreTrainedModel):
@@ -280,12 +304,8 @@ class Decoder(DecoderPreTrainedModel):
             use_growing_layers(cache)
             num_cached, has_room = cache.get_seq_length(), cache.is_compileable
         if cache is not None and has_room and not torch.compiler.is_compiling():
-            num_keys, room = int(num_cached) + embedded.shape[1], cache.layers[0].get_max_length()
-            if num_keys > room:
-                raise ValueError(
-                    f"{name}: past_key_values must have room for {num_keys} tokens, "
-                    f"got a static cache of {room}"
-                )
+            room = cache.layers[0].get_max_length()
+            check_room(name, int(num_cached) + embedded.shape[1], room)
         return read_attention_mask(
             name,
             attention_mask,

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache
 
 from linbias.models.decoder.cache import attending_layer
-from linbias.models.decoder.layout import FullMask, TokenLayout
+from linbias.models.decoder.layout import FullMask, TokenLayout, check_integers
 from linbias.torch.share import share_here
 
 _HIDDEN = -1e4  # at most; the lowest float16 is -65,504
@@ -67,6 +67,7 @@ def read_full_mask(
     first = (seen.any(1).cumsum(-1) == 0).sum(-1, keepdim=True)  # what stands before is padding
     keys = (torch.arange(S, device=device) - first).clamp(min=0)
     if position_ids is not None:
+        check_integers(caller, "position_ids", position_ids)
         given = position_ids.to(device).long()
         if given.ndim != 2 or given.shape[0] not in (1, B) or given.shape[1] not in (T, S):
             raise ValueError(

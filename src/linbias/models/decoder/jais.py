@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
@@ -99,20 +98,15 @@ def _is_scaling(value: object) -> bool:
 
 _RULES = {
     **fields.shared_rules(JaisConfig),
-    **dict.fromkeys(("n_embd", "n_layer", "n_head", "n_positions"), fields.COUNT),
-    "n_inner": fields.optional(fields.COUNT),
     "activation_function": fields.Rule(
         "'swiglu' or the name of an activation of Transformers",
         lambda value: value == "swiglu" or fields.ACTIVATION.holds(value),
     ),
     "position_embedding_type": fields.one_of(("alibi",)),
-    **dict.fromkeys(("layer_norm_epsilon", "initializer_range"), fields.POSITIVE),
     **dict.fromkeys(
         ("mup_embeddings_scale", "mup_output_alpha", "mup_width_scale"), fields.POSITIVE
     ),
     **dict.fromkeys(("mup_scale_qk_dot_by_d", "tie_word_embeddings"), fields.FLAG),
-    **dict.fromkeys(("embd_pdrop", "resid_pdrop"), fields.PROBABILITY),
-    "attn_pdrop": fields.ATTENTION_DROPOUT,
     "alibi_scaling": fields.optional(
         fields.Rule("a mapping with a positive factor or train_seq_len", _is_scaling)
     ),
@@ -242,7 +236,7 @@ class ScaledLinear(nn.Linear):
         return super().forward(hidden) * self.factor
 
 
-class JaisForCausalLM(JaisPreTrainedModel, GenerationMixin):
+class JaisForCausalLM(JaisPreTrainedModel, decoder.GenerationMixin):
     """Predict the next token. Call, loss and logits are those of `LinbiasForCausalLM`."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "transformer.wte.weight"}

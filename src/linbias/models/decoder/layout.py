@@ -132,6 +132,48 @@ def fill_room(attention_mask: Tensor | None, cache: Cache) -> Tensor | None:
     return pad(attention_mask, (0, room - attention_mask.shape[1]))
 
 
+def check_integers(caller: str, name: str, x: Any) -> None:
+    """Check that an argument is a tensor of integers."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{caller}: {name} must be a tensor, got {type(x).__name__}")
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{caller}: {name} must hold integers, got {x.dtype}")
+
+
+def check_of_tokens(caller: str, name: str, x: Any, B: int, T: int) -> None:
+    """Check that an argument holds an integer for each new token, of all rows or for all."""
+    check_integers(caller, name, x)
+    if x.shape not in ((1, T), (B, T)):
+        raise ValueError(
+            f"{caller}: {name} must have shape [1, T] or [B, T] = {[B, T]}, got {list(x.shape)}"
+        )
+
+
+def check_mask(caller: str, mask: Any) -> None:
+    """Check that a mask [B, S] is a tensor, and none to add to scores: it has zeros at tokens."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{caller}: attention_mask must be a tensor, got {type(mask).__name__}")
+    if mask.ndim != 2:
+        raise ValueError(
+            f"{caller}: attention_mask must have shape [B, S], got {list(mask.shape)}"
+        )
+    if mask.is_floating_point() and not torch.compiler.is_compiling():
+        if len(wrong := mask[~(mask >= 0)]):
+            raise ValueError(
+                f"{caller}: attention_mask [B, S] must be 0 at padding and positive at tokens, "
+                f"got {float(wrong[0])}"
+            )
+
+
+def check_room(caller: str, num_keys: int, room: int) -> None:
+    """Check that a static cache has room for all tokens."""
+    if num_keys > room:
+        raise ValueError(
+            f"{caller}: past_key_values must have room for {num_keys} tokens, "
+            f"got a static cache of {room}"
+        )
+
+
 def read_attention_mask(
     caller: str,
     attention_mask: Tensor | None,
@@ -178,11 +220,7 @@ def read_attention_mask(
     layout = _layout(is_token, new_tokens, num_cached, has_room, may_have_holes)
     if position_ids is None:
         return layout
-    if position_ids.shape not in ((1, T), (B, T)):
-        raise ValueError(
-            f"{caller}: position_ids must have shape [1, T] or [B, T] = {[B, T]}, got "
-            f"{list(position_ids.shape)}"
-        )
+    check_of_tokens(caller, "position_ids", position_ids, B, T)
     layout = replace(layout, positions=position_ids.long())
     if torch.compiler.is_compiling():
         if has_cache:
@@ -240,11 +278,12 @@ def _is_token(
     """[B, S], or None where no token is padding."""
     if attention_mask is None:
         return None
+    check_mask(caller, attention_mask)
     # That of a static cache may be as long as its room.
-    if has_room and isinstance(S, int) and attention_mask.ndim == 2:
+    if has_room and isinstance(S, int):
         attention_mask = attention_mask[:, :S]
     shape = attention_mask.shape
-    if len(shape) != 2 or shape[0] != B or (isinstance(S, int) and shape[1] != S):
+    if shape[0] != B or (isinstance(S, int) and shape[1] != S):
         raise ValueError(
             f"{caller}: attention_mask must have shape [B, S] = {[B, S]}, got {list(shape)}"
         )

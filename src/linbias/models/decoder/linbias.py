@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from transformers import Cache, GenerationMixin
+from transformers import Cache
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 from transformers.utils import can_return_tuple
@@ -164,7 +164,7 @@ class _WithHead(LinbiasPreTrainedModel):
         self.post_init()
 
 
-class LinbiasForCausalLM(_WithHead, GenerationMixin):
+class LinbiasForCausalLM(_WithHead, decoder.GenerationMixin):
     """Predict the next token: `LinbiasModel`, then a linear layer tied to the embedding.
 
     It saves and loads (`save_pretrained`, `from_pretrained`, safetensors), generates and trains as

@@ -251,10 +251,15 @@ class Learned(Position):
 
     def _check_reach(self, positions: Tensor) -> None:
         size = self.table.num_embeddings
-        if positions.numel() and (length := int(positions.max()) + 1) > size:
+        least, most = map(int, positions.aminmax()) if positions.numel() else (0, 0)
+        if least < 0:
+            raise ValueError(
+                f"LinbiasModel: position_ids must be at least 0 for a table, got {least}"
+            )
+        if most >= size:
             raise ValueError(
                 "LinbiasModel: position='learned' has a table of train_length = "
-                f"{size} positions, too few for a sequence of {length} tokens"
+                f"{size} positions, too few for a sequence of {most + 1} tokens"
             )
 
 

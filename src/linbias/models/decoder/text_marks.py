@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linbias.models.decoder.layout import check_integers, check_of_tokens
+
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LENGTHS = ("max_length_q", "max_length_k")
 _INDEX = "seq_idx"
@@ -108,21 +110,18 @@ def _position_ids(
     counted = index - torch.where(start, index, 0).cummax(-1).values
     longest = int(counted.max()) + 1 if counted.numel() else 0
     for name in _LENGTHS:
-        if name in marks and int(marks[name]) < longest:
+        given = torch.as_tensor(marks.get(name, longest)).flatten().tolist()
+        if len(given) != 1 or not given[0] >= longest:
             raise ValueError(
-                f"{caller}: {name} must be at least that of the longest text, {longest}, got "
-                f"{int(marks[name])}"
+                f"{caller}: {name} must be one number, at least that of the longest text, "
+                f"{longest}, got {', '.join(map(str, given))}"
             )
     return counted if position_ids is None else position_ids
 
 
 def _changes(caller: str, name: str, values: Tensor, B: int, T: int, step: int) -> Tensor:
     """[B, T]: where a value is not `step` more than the one before it."""
-    if values.shape not in ((1, T), (B, T)):
-        raise ValueError(
-            f"{caller}: {name} must have shape [1, T] or [B, T] = {[B, T]}, got "
-            f"{list(values.shape)}"
-        )
+    check_of_tokens(caller, name, values, B, T)
     starts = torch.ones(B, T, dtype=torch.bool, device=values.device)
     starts[:, 1:] = values.diff(dim=1) != step
     return starts
@@ -130,6 +129,7 @@ def _changes(caller: str, name: str, values: Tensor, B: int, T: int, step: int) 
 
 def _starts(caller: str, name: str, bounds: Tensor, B: int, T: int) -> Tensor:
     """[B, T]: where texts start that end and begin at the bounds [texts + 1] of all rows."""
+    check_integers(caller, name, bounds)
     known = bounds.long().cpu()
     in_order = known.ndim == 1 and len(known) > 0 and not (known.diff() < 0).any()
     if not in_order or known[0] != 0 or known[-1] != B * T:

@@ -44,9 +44,6 @@ class LinbiasBertConfig(fields.CheckedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         fields.check_fields(self, _RULES)
         fields.check_shared_width(self)
-        pad = self.pad_token_id
-        is_token = pad is None or (fields.is_integer(pad) and 0 <= pad < self.vocab_size)
-        fields.require(self, "pad_token_id", is_token, f"None or in [0, {self.vocab_size})")
         super().__post_init__(**kwargs)
 
     @property
@@ -55,13 +52,9 @@ class LinbiasBertConfig(fields.CheckedConfig):
 
 
 _RULES = {
-    **{k: v for k, v in fields.SHARED.items() if k in LinbiasBertConfig.__annotations__},
-    **dict.fromkeys(("intermediate_size", "type_vocab_size"), fields.COUNT),
+    **fields.shared_rules(LinbiasBertConfig),
+    "intermediate_size": fields.COUNT,
     **dict.fromkeys(("hidden_act", "feed_forward_act"), fields.ACTIVATION),
     **dict.fromkeys(("gate_first", "query_key_norm", "residual_norm", "pooler"), fields.FLAG),
     "tie_word_embeddings": fields.FLAG,
-    "hidden_dropout": fields.PROBABILITY,
-    "classifier_dropout": fields.optional(fields.PROBABILITY),
-    **dict.fromkeys(("head_norm_eps", "initializer_range"), fields.POSITIVE),
-    "id2label": fields.SHARED["id2label"],
 }

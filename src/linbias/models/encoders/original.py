@@ -98,6 +98,8 @@ def read_config(config: Mapping[str, Any], family: str) -> LinbiasBertConfig:
     fields["train_length"] = config.get("alibi_starting_size", 512)
     kept = ("classifier_dropout", "id2label", "label2id", "problem_type", "pad_token_id")
     fields |= {name: config[name] for name in kept if name in config}
+    if config.get("id2label") is None and "num_labels" in config:
+        fields["num_labels"] = config["num_labels"]
     if family == "mosaic":  # hidden_act is that of its head alone: its feed-forward part has GELU
         return LinbiasBertConfig(**fields)
     kind = config.get("feed_forward_type")

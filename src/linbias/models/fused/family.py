@@ -24,13 +24,21 @@ from transformers.utils import logging
 
 from linbias.models.decoder.attend import How, attend
 from linbias.models.decoder.cache import CACHE, use_growing_layers
-from linbias.models.decoder.decoder import refuse_pages
+from linbias.models.decoder.decoder import refuse_pages, use_given_cache
 from linbias.models.decoder.full_mask import is_full, read_full_mask
-from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
+from linbias.models.decoder.layout import (
+    TokenLayout,
+    check_mask,
+    check_of_tokens,
+    check_room,
+    fill_room,
+    read_attention_mask,
+)
 from linbias.models.decoder.packing import find_packing
 from linbias.models.decoder.positions import AttendOptions, LinearBias
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.decoder.text_marks import MARKS, read_marks, with_marks_in
+from linbias.models.fields import POSITIVE
 from linbias.models.prepacked import forward_name
 from linbias.torch.choice import IMPLEMENTATIONS
 
@@ -124,7 +132,7 @@ class Options:
         if self.rounding not in _ROUNDINGS:
             raise ValueError(f"fuse: rounding must be one of {_ROUNDINGS}, got {self.rounding!r}")
         if scale is not None and scale != "interpolate":
-            if isinstance(scale, str | bool) or not 0 < scale < float("inf"):
+            if not POSITIVE.holds(scale):
                 rule = "positive, 'interpolate' or None"
                 raise ValueError(f"fuse: slope_scale must be {rule}, got {scale!r}")
         if scale is not None and self.rounding == "checkpoint":
@@ -275,10 +283,12 @@ def make_mask(
             f"linbias: the attention of a fused {config.model_type} model must be causal, "
             "without a mask of its own"
         )
+    caller = f"{config.model_type} with attn_implementation={NAME!r}"
     if not torch.compiler.is_compiling():
         q_offset = int(q_offset)
+        check_room(caller, q_offset + q_length, kv_length)
     return read_attention_mask(
-        f"{config.model_type} with attn_implementation={NAME!r}",
+        caller,
         attention_mask,
         torch.empty((), device=device).expand(batch_size, q_length),
         q_offset,
@@ -303,18 +313,24 @@ def adapt_calls(model: Any) -> None:
     # Trainer and `generate` read there what a model takes.
     reading.__signature__ = with_marks_in(signature)
     vars(model)[name] = reading
-    if hasattr(model, _PAGES):
+    if hasattr(model, "generate"):
+        vars(model)["generate"] = partial(_generate, model)
         vars(model)[_PAGES] = partial(refuse_pages, model)
 
 
 def restore_calls(model: Any) -> None:
     """Undo `adapt_calls`."""
     name = forward_name(model)
-    vars(model).pop(_PAGES, None)
+    for replaced in (_PAGES, "generate"):
+        vars(model).pop(replaced, None)
     if isinstance(vars(model).get(name), partial):
         del vars(model)[name]
         if name == "_old_forward":
             vars(model)[name] = MethodType(type(model).forward, model)
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(model).generate(model, *args, **use_given_cache(type(model).__name__, kwargs))
 
 
 # That of the call at work, where a mask [B, S] does not say it: heads pass nothing else on. The
@@ -330,20 +346,32 @@ def _layout_of_call() -> TokenLayout | None:
 
 def _forward(model: Any, arguments: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
     """That of the class of a model, which then asks `make_mask`."""
+    caller = type(model).__name__
     given = dict(zip(arguments, args, strict=False)) | kwargs
     if any(name in kwargs for name in MARKS):
-        args, given = (), read_marks(type(model).__name__, given)
+        args, given = (), read_marks(caller, given)
         kwargs = given
-    if is_full(given.get("attention_mask")) or _has_several_texts(**given):
+    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
+    if is_full(mask):
         return _forward_with_layout(model, given)
+    if not isinstance(mask, TokenLayout | None):
+        check_mask(caller, mask)
+    if position_ids is not None and (tokens := _tokens(given)) is not None:
+        check_of_tokens(caller, "position_ids", position_ids, *tokens.shape[:2])
+        if _has_several_texts(**given):
+            return _forward_with_layout(model, given)
     return type(model).forward(model, *args, **kwargs)
+
+
+def _tokens(given: dict[str, Any]) -> Any:
+    """The ids of a call, or else the embeddings."""
+    ids = given.get("input_ids")
+    return given.get("inputs_embeds") if ids is None else ids
 
 
 @torch.compiler.disable
 def _forward_with_layout(model: Any, given: dict[str, Any]) -> Any:
-    caller, tokens, cache = type(model).__name__, given.get("input_ids"), given.get("cache")
-    if tokens is None:
-        tokens = given["inputs_embeds"]
+    caller, tokens, cache = type(model).__name__, _tokens(given), given.get("cache")
     cache = given.get("past_key_values") if cache is None else cache
     mask, position_ids = given.pop("attention_mask", None), given.pop("position_ids", None)
     if is_full(mask):
@@ -364,15 +392,13 @@ def _forward_with_layout(model: Any, given: dict[str, Any]) -> Any:
 
 
 def _has_several_texts(
-    position_ids: Tensor | None = None,
+    position_ids: Tensor,
     attention_mask: Any = None,
     past_key_values: Any = None,
     cache: Any = None,
     **_: Any,
 ) -> bool:
     """Whether position_ids mark several texts in a row, as `read_attention_mask` reads them."""
-    if position_ids is None:
-        return False
     cache, T = past_key_values if cache is None else cache, position_ids.shape[-1]
     if T < 2 or (cache is not None and torch.compiler.is_compiling()):
         return False

@@ -86,26 +86,21 @@ class LinbiasMptConfig(fields.CheckedConfig):
         return 1 if attention.attn_type == "multiquery_attention" else self.n_heads
 
 
-_POSITIVE_OR_NONE = fields.optional(fields.POSITIVE)
 _RULES = {
-    **dict.fromkeys(("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size"), fields.COUNT),
-    **dict.fromkeys(("expansion_ratio", "norm_eps", "initializer_range"), fields.POSITIVE),
-    "resid_pdrop": fields.PROBABILITY,
-    **dict.fromkeys(("no_bias", "use_cache", "tie_word_embeddings"), fields.FLAG),
+    **fields.shared_rules(LinbiasMptConfig),
+    "expansion_ratio": fields.POSITIVE,
+    **dict.fromkeys(("no_bias", "tie_word_embeddings"), fields.FLAG),
     "logit_scale": fields.Rule(
-        "None, 'inv_sqrt_d_model' or a positive number",
-        lambda value: value == "inv_sqrt_d_model" or _POSITIVE_OR_NONE.holds(value),
+        f"None, 'inv_sqrt_d_model' or {fields.POSITIVE.words}",
+        lambda value: value in (None, "inv_sqrt_d_model") or fields.POSITIVE.holds(value),
     ),
 }
 _ATTENTION_RULES = {
+    **fields.shared_rules(LinbiasMptAttentionConfig),
     "attn_type": fields.one_of(
         ("multihead_attention", "multiquery_attention", "grouped_query_attention")
     ),
     **dict.fromkeys(("alibi", "qk_ln", "qk_gn"), fields.FLAG),
-    "attn_pdrop": fields.ATTENTION_DROPOUT,
-    "alibi_bias_max": fields.POSITIVE,
-    **dict.fromkeys(("clip_qkv", "softmax_scale"), _POSITIVE_OR_NONE),
-    "kv_n_heads": fields.optional(fields.COUNT),
 }
 
 
