@@ -118,6 +118,7 @@ def _known_ranges(request: Request[ArrayLike], problem: Problem) -> np.ndarray[A
     """The ranges of keys of all query heads, [B, 1 or H, 2], where they can be read."""
     if request.key_range is None or (ranges := _read(request.key_range)) is None:
         return None
+    ranges = _request.as_int64(ranges)
     if ranges.ndim == 2:
         return ranges[:, None]
     return ranges.repeat(problem.H // max(1, problem.G), axis=1)

@@ -112,7 +112,7 @@ def attention(
             from one of their own.
         query_positions: [T], [B, T] or [B, H, T], likewise.
         window, key_bound, dropout, tolerance: As there.
-        query_range: [T, 2] or [B, T, 2], int32 or int64, as there.
+        query_range: [T, 2] or [B, T, 2], integers, as there.
         dropout_key: A key of `jax.random` to draw the dropout mask from, the same for all
             implementations; needed if dropout is not 0.
         implementation: "auto" takes the first that can run the call: `cpu` (the compiled core) and

@@ -136,7 +136,7 @@ def attention(
             within the range.
         window: (left, right), integers: a query at p sees only the keys p - left .. p + right, -1
             for no limit on that side. Counted in keys, also where these have positions.
-        query_range: [T, 2] or [B, T, 2], int32 or int64: first and one past last key that each
+        query_range: [T, 2] or [B, T, 2], integers: first and one past last key that each
             query sees, beside what else hides keys; 0 <= first <= end <= S. For chunks with
             context, documents, and with causal=False prefixes that see themselves both ways. Keys
             that a range hides must still be finite.
