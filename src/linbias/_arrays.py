@@ -148,6 +148,8 @@ def prepare(
         hidden = hidden | ~mask
     standing = stand(request, problem, ranges, start)
     if not in_order:
+        if request.window is not None:
+            _request.refuse_ranges_in_any_order(function)
         standing["ranks"] = _ranks(standing, outside, request.query_positions is None)
     return Inputs(
         q=q,

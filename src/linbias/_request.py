@@ -379,6 +379,13 @@ def check_values(
     return check_position_values(function, problem, x, xq, ranges, starts, depth + 1, any_order)
 
 
+def refuse_ranges_in_any_order(function: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{function}: window and query_range count keys as they stand, and these positions are in"
+        " another order; sort keys and queries by their positions"
+    )
+
+
 def fill(
     request: Request[A],
     problem: Problem,

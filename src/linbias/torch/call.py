@@ -84,10 +84,7 @@ def prepare(
     if problem.query_positions and not (problem.causal or problem.query_start):
         problem = _with_values(function, problem, request)
     if problem.any_order and problem.query_range:
-        raise NotImplementedError(
-            f"{function}: window and query_range count keys as they stand, and these positions are"
-            " in another order; sort keys and queries by their positions"
-        )
+        _request.refuse_ranges_in_any_order(function)
     if left is None:
         left = default_slopes(problem.H, wide, q.device)
     filled = _request.fill(
@@ -113,8 +110,12 @@ def _with_values(function: str, problem: Problem, request: Request[Tensor]) -> P
             f"{function}: query_positions with causal=False cannot be looked up under"
             " torch.compile and vmap; say query_start, at which key query 0 stands"
         )
-    read = problem.device == "cpu" or 0 in (problem.B, problem.H, problem.T, problem.S)
-    return problem if read else replace(problem, any_order=True)
+    if problem.device == "cpu" or 0 in (problem.B, problem.H, problem.T, problem.S):
+        return problem
+    in_order = _request.check_values(
+        function, problem, request, lambda x: transforms.known_values(x.cpu()), any_order=True
+    )
+    return problem if in_order else replace(problem, any_order=True)
 
 
 def _has_gradient(x: Any) -> bool:

@@ -100,7 +100,8 @@ def attention(
     become xq[t] - x[s] and x[s] - xq[t], for time stamps, or the sums of -log of forget gates
     (slopes 1). Which side a key is on, and what is hidden, goes by order alone, also among keys at
     one place. If causal=False without query_start, order is that of the positions: keys come in
-    any order, and a query of its own position stands at the last key that is not beyond it.
+    any order, and a query of its own position stands at the last key that is not beyond it. Arrays
+    that are in order already keep theirs where positions tie, which matters where a slope is inf.
 
     Args:
         q: [B, H, T, D], float16, bfloat16, float32 or float64, any strides.
