@@ -130,8 +130,8 @@ def prepare(
     if right is None:
         right = np.full_like(left, np.inf)
     ranges, start, keys = filled["key_range"], filled["query_start"], np.arange(S)
-    ranges = np.full((B, G, 2), (0, S)) if ranges is None else ranges.astype(np.int64)
-    start = np.full(B, S - T) if start is None else start.astype(np.int64)
+    ranges = np.full((B, G, 2), (0, S)) if ranges is None else ranges
+    start = np.full(B, S - T) if start is None else start
     outside = (keys < ranges[..., :1]) | (keys >= ranges[..., 1:])
     # Keys and values outside their range may hold anything, and 0 * NaN is NaN.
     k, v = (np.where(outside[..., None], 0.0, array) for array in (k, v))
@@ -148,6 +148,8 @@ def prepare(
         hidden = hidden | ~mask
     standing = stand(request, problem, ranges, start)
     if not in_order:
+        if request.window is not None:
+            _request.refuse_ranges_in_any_order(function)
         standing["ranks"] = _ranks(standing, outside, request.query_positions is None)
     return Inputs(
         q=q,
@@ -204,7 +206,9 @@ def in_batches(
         if name in ("slopes", "right_slopes"):
             given[name] = _request.real_array(function, name, value).astype(wide or _wide(arrays))
         else:
-            given[name] = _FLATTEN[name](_request.as_array(function, name, value), batch)
+            array = _request.as_array(function, name, value)
+            array = _request.as_int64(array) if name in _request.INTEGERS else array
+            given[name] = _FLATTEN[name](array, batch)
     return Request(q=q, k=k, v=v, **given), batch
 
 

@@ -157,6 +157,7 @@ class Request(NamedTuple, Generic[A]):
 
 NUMBERS = ("causal", "scale", "dropout", "dropout_key", "tolerance", "window")
 ARRAYS = tuple(name for name in Request._fields if name not in NUMBERS)
+INTEGERS = ("key_range", "query_start", "query_range")
 
 
 def takes(options: type) -> Callable[[F], F]:
@@ -367,7 +368,8 @@ def check_values(
     names = ("positions", "query_positions", "key_range", "query_start")
     given = [getattr(request, name) for name in names]
     known = [None if x is None else read(x) for x in given]
-    x, xq, ranges, starts = known
+    x, xq, *integers = known
+    ranges, starts = (None if n is None else as_int64(n) for n in integers)
     if ranges is not None:
         check_key_range_values(function, ranges, problem.S)
     if starts is not None:
@@ -375,6 +377,13 @@ def check_values(
     if x is None or [y is None for y in given] != [y is None for y in known]:
         return True
     return check_position_values(function, problem, x, xq, ranges, starts, depth + 1, any_order)
+
+
+def refuse_ranges_in_any_order(function: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{function}: window and query_range count keys as they stand, and these positions are in"
+        " another order; sort keys and queries by their positions"
+    )
 
 
 def fill(
@@ -521,8 +530,8 @@ def check_placement(
 ) -> None:
     """key_range is [B, 2] or [B, G, 2] and query_start [B], integers."""
     for name, integers in (("key_range", key_range), ("query_start", query_start)):
-        if integers is not None and not integers.dtype.startswith(("int", "uint")):
-            raise TypeError(f"{function}: {name} must hold integers, got {integers.dtype}")
+        if integers is not None:
+            check_integers(function, name, integers)
     if key_range is not None and not has_shape(key_range, (B, 2), (B, G, 2)):
         raise ValueError(
             f"{function}: key_range must have shape [B, 2] = {[B, 2]} or [B, G, 2] = {[B, G, 2]},"
@@ -530,6 +539,11 @@ def check_placement(
         )
     if query_start is not None and not has_shape(query_start, (B,)):
         raise ValueError(f"{function}: query_start must have shape [B] = {[B]}, got {query_start}")
+
+
+def check_integers(function: str, name: str, array: Described, advice: str = "") -> None:
+    if not array.dtype.startswith(("int", "uint")):
+        raise TypeError(f"{function}: {name} must hold integers, got {array.dtype}{advice}")
 
 
 def check_window(function: str, window: Any, causal: bool) -> tuple[int, int]:
@@ -552,9 +566,8 @@ def check_window(function: str, window: Any, causal: bool) -> tuple[int, int]:
 
 
 def check_query_range(function: str, ranges: Described, T: int, B: int | None = None) -> None:
-    """query_range is [T, 2] or [B, T, 2], int32 or int64; without B rows of packed sequences."""
-    if ranges.dtype not in ("int32", "int64"):
-        raise TypeError(f"{function}: query_range must be int32 or int64, got {ranges.dtype}")
+    """query_range is [T, 2] or [B, T, 2], integers; without B rows of packed sequences."""
+    check_integers(function, "query_range", ranges)
     if B is None and not has_shape(ranges, (T, 2)):
         raise ValueError(
             f"{function}: query_range must have shape [total_q, 2] = {[T, 2]}, got {ranges}"
@@ -605,11 +618,8 @@ def check_query_points(function: str, B: int, T: int, points: Any, query_points:
 
 def check_num_points(function: str, B: int, num_points: Described) -> None:
     """num_points is [B], integers."""
-    if not num_points.dtype.startswith(("int", "uint")):
-        of_mask = "; of a mask of padding that is (~mask).sum(1)" * (num_points.dtype == "bool")
-        raise TypeError(
-            f"{function}: num_points must hold integers, got {num_points.dtype}{of_mask}"
-        )
+    of_mask = "; of a mask of padding that is (~mask).sum(1)" * (num_points.dtype == "bool")
+    check_integers(function, "num_points", num_points, of_mask)
     if not has_shape(num_points, (B,)):
         raise ValueError(f"{function}: num_points must have shape [B] = {[B]}, got {num_points}")
 
@@ -720,6 +730,13 @@ def as_array(function: str, name: str, values: npt.ArrayLike) -> npt.NDArray[Any
         return np.asarray(values)
     except ValueError as error:  # lists of different lengths
         raise ValueError(f"{function}: {name} must be an array, got {values!r}") from error
+
+
+def as_int64(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Integers as int64, since sums with lengths wrap around in fewer bits; others as they are."""
+    if x.dtype == np.uint64:
+        x = x.clip(max=np.iinfo(np.int64).max)  # refused, as what is beyond would be
+    return x.astype(np.int64, copy=False) if x.dtype.kind in "iu" else x
 
 
 def check_slope_values(function: str, name: str, values: np.ndarray, finite: bool = False) -> None:

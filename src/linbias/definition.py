@@ -43,7 +43,8 @@ def distances(T: int, S: int, query_start: int | None = None) -> npt.NDArray[np.
     """
     if T < 0 or S < 0:
         raise ValueError(f"distances: T and S must be at least 0, got T={T}, S={S}")
-    position = np.arange(T)[:, None] + (S - T if query_start is None else query_start)
+    T, S = int(T), int(S)
+    position = np.arange(T)[:, None] + (S - T if query_start is None else int(query_start))
     return position - np.arange(S)[None, :]
 
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import linbias
+import linbias.cpu
+import linbias.near_to_far
 from cases import CASES, PLACED_CASES, RANGED_CASES, Case, make_inputs, short
 from linbias.example import TOKENS, K, Q, V
 from truth import true_attention
@@ -186,6 +188,48 @@ def test_placement_without_a_batch_axis():
     np.testing.assert_array_equal(
         alone, linbias.attention(q[None], k[None], v[None], **batched)[0]
     )
+
+
+NARROW = ("uint8", "int8", "uint16", "uint32", "uint64")
+
+
+@pytest.mark.parametrize("started", (False, True))
+@pytest.mark.parametrize("dtype", NARROW)
+def test_narrow_and_unsigned_integers_place_queries_as_wide_ones_do(dtype, started):
+    """More queries than their type counts, and than there are keys."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, 2, n, 4)) for n in (300, 100, 100))
+    given = {"key_range": [[0, 100]], "positions": np.arange(100.0)} | (
+        {"query_start": [90], "query_range": [[20, 100]] * 300} if started else {}
+    )
+    given["query_positions"] = np.arange(300.0) + (90 if started else -200)
+    integers = given.keys() & {"key_range", "query_start", "query_range"}
+    narrow = given | {name: np.array(given[name], dtype) for name in integers}
+    expected = linbias.attention(q, k, v, **given)
+    for attend in (
+        linbias.attention,
+        linbias.cpu.attention,
+        lambda *x, **y: linbias.near_to_far.attention(*x, **y, tolerance=0).out,
+    ):
+        np.testing.assert_allclose(attend(q, k, v, **narrow), expected, atol=1e-14)
+
+
+def test_integers_that_only_uint64_holds_are_refused():
+    q = np.ones((1, 2, 3, 4))
+    with pytest.raises(ValueError, match="attention: query_start must be within"):
+        linbias.attention(q, q, q, query_start=np.array([2**64 - 1], np.uint64))
+    with pytest.raises(ValueError, match="attention: key_range must be 0 <= first"):
+        linbias.attention(q, q, q, key_range=np.array([[0, 2**64 - 1]], np.uint64))
+
+
+def test_distances_count_with_any_integers():
+    for integer in (np.uint8, np.uint64):
+        found = (
+            linbias.distances(integer(5), integer(3), integer(0)),
+            linbias.distances(integer(5), 3),
+        )
+        assert [x.dtype for x in found] == [np.int64] * 2
+        assert (found[0][0, 0], found[1][0, 0]) == (0, -2)
 
 
 def test_keys_outside_the_range_may_hold_anything():

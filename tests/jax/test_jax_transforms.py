@@ -344,12 +344,59 @@ def test_traced_positions_that_nobody_may_ask_for_are_moved_to_the_limits(implem
             assert np.isfinite(a).all()
 
 
-def test_narrow_and_unsigned_integers_place_queries_as_wide_ones_do():
+@pytest.mark.parametrize("started", (False, True))
+def test_narrow_and_unsigned_integers_place_queries_as_wide_ones_do(started):
     q, k, v = random(1, 300, 1, 4)
-    expected = attention(q, k, v, key_range=np.array([[1, 100]]), query_start=np.array([7]))
-    for dtype in (np.int8, np.uint8, np.uint32):
-        options = {"key_range": jnp.array([[1, 100]], dtype), "query_start": jnp.array([7], dtype)}
+    given = {"key_range": [[1, 100]], "query_range": [[0, 90]] * 300}
+    given |= {"query_start": [7]} if started else {}
+    expected = attention(q, k, v, **{name: np.array(x) for name, x in given.items()})
+    for dtype, library in product((np.int8, np.uint8, np.uint32), (np, jnp)):
+        options = {name: library.array(x, dtype) for name, x in given.items()}
         np.testing.assert_array_equal(attention(q, k, v, **options), expected)
+
+
+NOTHING_SEEN = {"key_range": np.array([[4, 4], [0, 9]]), "query_start": np.array([-3, 5])}
+ONE_WAY = np.array([np.inf, np.inf, 0.1, 0.0], np.float32), np.array([0.5, np.inf, np.inf, 0.0])
+STRICTLY = {
+    "rows-without-keys": NOTHING_SEEN,
+    "hidden-sides": {"causal": False, "slopes": ONE_WAY[0], "right_slopes": ONE_WAY[1],
+                     "window": (2, 1), "key_bound": np.full((2, 4), 9, np.float32)},
+    "positions": {"positions": np.arange(9.0) ** 2, "query_positions": np.arange(9.0) ** 2,
+                  "causal": False, "query_start": np.zeros(2, int)},
+    "dropout": {"dropout": 0.5, "dropout_key": jax.random.key(0)},
+    "mask": {"mask": np.tri(9, k=-1, dtype=bool)},
+    "added": {"mask": np.where(np.tri(9, k=-1), 0.5, -np.inf)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", STRICTLY)
+def test_what_jax_is_strict_about_stops_no_call_of_ours(name, implementation, dtype):
+    """Ranks and dtypes that differ, infinite scores; also in what is kept for backward."""
+    if implementation not in {"mask": ("blocked", "dense"), "added": ("dense",)}.get(
+        name, IMPLEMENTATIONS
+    ):
+        pytest.skip("it takes no such mask")
+    arrays = [jnp.asarray(x, dtype) for x in random(2, 9, 4, 8)]
+    options = STRICTLY[name] | {"implementation": implementation}
+
+    def loss(q, k, v):
+        return (attention(q, k, v, **options).astype(jnp.float32) ** 2).sum()
+
+    run = jax.value_and_grad(loss, argnums=(0, 1, 2))
+    jitted = jax.value_and_grad(jax.jit(loss), argnums=(0, 1, 2))
+    expected = run(*arrays)
+    with (
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        jax.debug_infs(True),
+        jax.debug_nans(True),
+    ):
+        found = run(*arrays), jitted(*arrays)
+    for each in found:
+        assert_close(each, expected, 1e-5)
+        assert [x.dtype for x in each[1]] == [x.dtype for x in arrays]
 
 
 @pytest.mark.parametrize("name", ("scale", "dropout", "tolerance", "causal"))

@@ -593,6 +593,26 @@ def test_large_coordinates_keep_their_distances():
         torch.testing.assert_close(moved, expected)
 
 
+@pytest.mark.parametrize("far", (1e3, 1e8))
+@pytest.mark.parametrize(("dtype", "allowed"), (("float32", 2e-5), ("float64", 1e-10)))
+@pytest.mark.parametrize("implementation", ("dense", "blocked"))
+@pytest.mark.parametrize(("metric", "A"), (("euclidean", 1), ("euclidean", 2), ("manhattan", 3)))
+def test_queries_far_from_all_points_lose_no_digits(
+    metric, A, implementation, dtype, allowed, far
+):
+    """Half of them in one direction, half in another; with padding, through lse and gradients."""
+    case = Case("far", 150, A=A, T=30, B=3, metric=metric, num_points=(150, 70, 0))
+    arrays = case.make(dtype)
+    arrays["query_points"] += (
+        far * np.where(np.arange(30) % 2, 1.0, -0.7)[:, None] * [1, 0.5, 0.2][:A]
+    )
+    truth = by_hand(arrays, case, np.longdouble)
+    for name, found in run(arrays, case, dtype, implementation).items():
+        np.testing.assert_allclose(
+            found, truth[name].astype(float), allowed, allowed, err_msg=name
+        )
+
+
 def test_auto_takes_the_matrix_for_few_tokens_and_under_transforms(monkeypatch):
     called = []
     for module in points.IMPLEMENTATIONS:

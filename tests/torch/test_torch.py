@@ -28,6 +28,7 @@ from contract import (
     long_rows,
     rows,
 )
+from linbias.compat.flash_attn import flash_attn_with_kvcache
 from linbias.torch.constant import constant
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu", "sdpa")
@@ -587,3 +588,49 @@ def test_subclasses_that_are_no_arrays_are_refused_by_name_and_others_run():
         given[name] = masked_tensor(given[name], given[name] == given[name])
         with pytest.raises(TypeError, match=rf"attention: {name} must .*MaskedTensor is not;"):
             linbias.torch.attention(**given)
+
+
+@pytest.mark.parametrize("dtype", ("uint8", "int8", "uint16", "uint32", "uint64"))
+def test_narrow_and_unsigned_integers_place_queries_as_wide_ones_do(dtype):
+    """Also where sequences are packed, counted in points, and in the names of flash-attn."""
+    q, k, v = torch.randn(1, 2, 300, 4), *torch.randn(2, 1, 2, 100, 4)
+
+    def run(dtype):
+        def whole(*numbers):
+            return torch.tensor(numbers, dtype=getattr(torch, dtype))
+
+        ranges = {"key_range": whole([0, 100])}, {"query_start": whole(90), "window": (30, 0)}
+        ranges = *ranges, {"query_range": whole([20, 90]).expand(1, 300, 2)}
+        for options in (*ranges, functools.reduce(dict.__or__, ranges)):
+            for name in ("cpu", "blocked", "dense", "sdpa"):
+                yield linbias.torch.attention(q, k, v, **options, implementation=name)
+        lengths = whole(0, 40, 100)
+        packed = (x[0].transpose(0, 1)[:100] for x in (q, k, v))
+        placed = {"key_range": whole([0, 40], [0, 50]), "query_start": whole(0, 9)}
+        yield linbias.torch.attention_varlen(*packed, lengths, lengths, **placed)
+        yield linbias.torch.attention_points(k, k, v, torch.rand(100, 2), num_points=whole(90))
+        cache = torch.zeros(2, 1, 300, 2, 4)
+        yield flash_attn_with_kvcache(
+            q[:, :, :1].transpose(1, 2), *cache, cache_seqlens=whole(100)
+        )
+
+    torch.manual_seed(0)
+    expected = list(run("int64"))
+    torch.manual_seed(0)
+    for found, wanted in zip(run(dtype), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_integers_that_only_uint64_holds_are_refused():
+    q = torch.ones(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="attention: query_start must be within"):
+        linbias.torch.attention(q, q, q, query_start=torch.tensor([2**64 - 1], dtype=torch.uint64))
+
+
+def test_a_window_of_floats_is_refused_after_the_same_of_integers():
+    q = torch.ones(1, 2, 3, 4)
+    for window in ((1, 0), (-1, -1)):
+        linbias.torch.attention(q, q, q, window=window)
+        for other in (tuple(map(float, window)), tuple(map(bool, window))):
+            with pytest.raises(TypeError, match=r"^attention: window must be \(left, right\)"):
+                linbias.torch.attention(q, q, q, window=other)

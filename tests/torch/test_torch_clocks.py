@@ -1,11 +1,15 @@
 """Keys in any order, queries with a clock of their own, and positions as callers have them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import linbias
+from linbias._request import Request
 from linbias.torch import attention, attention_weights, clocks, visited
+from linbias.torch.call import _with_values, prepare
 
 B, H, G, D = 2, 4, 2, 5
 INF = np.inf
@@ -117,6 +121,20 @@ def test_any_order_of_keys_and_queries_gives_the_same_rows():
         causal=False, right_slopes=SIDES, positions=x[:, mixed],
     )  # fmt: skip
     torch.testing.assert_close(found, in_order[:, :, mixed])
+
+
+@pytest.mark.parametrize("backwards", (False, True))
+def test_arrays_in_order_keep_it_where_they_tie_on_any_device(backwards):
+    """The values are read on another device, too: only what is in no order is sorted."""
+    q = torch.ones(1, 1, 4, 5)
+    x = torch.tensor([0.0, 1.0, 1.0, 2.0])
+    given = {"causal": False, "positions": x.flip(0) if backwards else x, "query_positions": x}
+    elsewhere = replace(prepare("attention", q, q, q, [1.0], **given)[1], device="cuda")
+    asked = Request(q, q, q, **given)
+    assert (
+        _with_values("attention", replace(elsewhere, any_order=False), asked).any_order
+        == backwards
+    )
 
 
 def test_far_keys_of_another_clock_stay_unread():

@@ -218,6 +218,8 @@ def test_keys_in_any_order_have_no_window():
     q = torch.randn(1, 2, 9, 8)
     with pytest.raises(NotImplementedError, match="attention: window and query_range count keys"):
         attention(q, q, q, causal=False, positions=torch.randperm(9), window=(3, 3))
+    with pytest.raises(NotImplementedError, match="attention: window and query_range count keys"):
+        linbias.attention(q, q, q, causal=False, positions=np.arange(9)[::-1], window=(3, 3))
 
 
 def test_ranges_say_what_masks_say():

@@ -25,11 +25,13 @@ import itertools
 import operator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from linbias import _request
 from linbias.torch import attention, attention_varlen
+from linbias.torch.call import as_int64
 
 __all__ = [
     "flash_attn_func",
@@ -348,8 +350,8 @@ def flash_attn_with_kvcache(
     _check_arrays(function, q, k_cache, v_cache, names, B if rows is None else num_rows)
     S, new = k_cache.shape[1], _checked_new(function, q, k, v, k_cache, cache_seqlens)
     num_new = new[0].shape[1] if new else 0
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((B,), cache_seqlens, device=q.device)
+    if isinstance(cache_seqlens, int | np.integer):
+        cache_seqlens = torch.full((B,), int(cache_seqlens), device=q.device)
     end = _integers(function, "cache_seqlens", cache_seqlens, B, S - num_new, num_new)
     first = _integers(function, "cache_leftpad", cache_leftpad, B, S)
     options = _Options(
@@ -571,10 +573,11 @@ def _integers(
         raise ValueError(
             f"{function}: {name} must have shape [B] = {[B]}, got {list(values.shape)}"
         )
+    values = as_int64(values)
     if _is_readable(values) and ((values < 0) | (values > most)).any():
         room = f", so that {num_new} more fit into the cache" if num_new else ""
         raise ValueError(f"{function}: {name} must be in [0, {most}]{room}, got {values.tolist()}")
-    return values.long()
+    return values
 
 
 def _check_offsets(function: str, of: str, offsets: Any, longest: int, total: int) -> None:

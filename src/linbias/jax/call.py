@@ -16,7 +16,7 @@ from linbias._request import Described, Problem, Request
 from linbias.jax import standing
 from linbias.jax.dropout import draw_seed
 from linbias.jax.impl import blocked, cpu, dense
-from linbias.jax.operator import Inputs
+from linbias.jax.operator import Inputs, own_code
 from linbias.schedules import slopes as slopes_of_paper
 
 count = functools.partial(jnp.arange, dtype=np.int32)
@@ -28,6 +28,7 @@ ArrayLike = Array | np.ndarray[Any, Any]
 Slopes = ArrayLike | Sequence[float]
 
 
+@own_code()
 def prepare(
     function: str,
     q: ArrayLike,
@@ -64,9 +65,9 @@ def prepare(
         if x is not None
     }
     problem = _request.check(function, request._replace(**described), "BTHD")
-    _request.warn_of_layout(function, problem, "BTHD")
+    _request.warn_of_layout(function, problem, "BTHD", depth=4)
     _request.check_slopes(function, request, _read)
-    _request.check_values(function, problem, request, _read)
+    _request.check_values(function, problem, request, _read, depth=4)
     if problem.dropout and request.dropout_key is None:
         raise ValueError(
             f"{function}: dropout needs a dropout_key, got None (dropout {problem.dropout})"
@@ -118,6 +119,7 @@ def _known_ranges(request: Request[ArrayLike], problem: Problem) -> np.ndarray[A
     """The ranges of keys of all query heads, [B, 1 or H, 2], where they can be read."""
     if request.key_range is None or (ranges := _read(request.key_range)) is None:
         return None
+    ranges = _request.as_int64(ranges)
     if ranges.ndim == 2:
         return ranges[:, None]
     return ranges.repeat(problem.H // max(1, problem.G), axis=1)
@@ -141,6 +143,7 @@ def run(
     return on_its_mesh(attend, inputs, (P(*q_spec, None), P(*q_spec)))
 
 
+@own_code()
 def on_its_mesh(function: Callable[[Inputs], Any], inputs: Inputs, specs: Any) -> Any:
     """Run an implementation; on explicit axes of a mesh the results lie as their specs say."""
     mesh = jax.typeof(inputs.q).sharding.mesh

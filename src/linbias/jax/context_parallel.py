@@ -23,7 +23,7 @@ from linbias.jax.call import ArrayLike, Slopes, count, prepare, run
 from linbias.jax.functional import Sides
 from linbias.jax.impl.certificate import norm
 from linbias.jax.impl.tiles import LEFT, RIGHT
-from linbias.jax.operator import Inputs
+from linbias.jax.operator import Inputs, own_code
 
 __all__ = ["attention", "needed_halo"]
 
@@ -65,6 +65,7 @@ def attention(
     **options: Unpack[Weighing],
 ) -> Array: ...
 @_request.takes(Weighing)
+@own_code()
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -168,6 +169,7 @@ def attention(
 
 
 @_request.takes(Weighing)
+@own_code()
 def needed_halo(
     q: ArrayLike,
     k: ArrayLike,

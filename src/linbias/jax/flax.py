@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from linbias import _extras, _request
 from linbias.jax.call import Slopes, prepare, run
+from linbias.jax.operator import own_code
 from linbias.schedules import is_causal as is_causal_variant
 from linbias.schedules import variant_slopes
 
@@ -192,6 +193,7 @@ def _flatten(name: str, x: Array, batch: tuple[int, ...], dtype: Any) -> Array:
     return x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:])
 
 
+@own_code()
 def _read_mask(
     mask: Any,
     batch: tuple[int, ...],

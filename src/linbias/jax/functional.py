@@ -13,6 +13,7 @@ from linbias import _request
 from linbias.jax import standing
 from linbias.jax.call import ArrayLike, Slopes, on_its_mesh, prepare, run, spec_on_mesh
 from linbias.jax.impl import dense
+from linbias.jax.operator import own_code
 
 
 class Sides(TypedDict, total=False):
@@ -112,7 +113,7 @@ def attention(
             from one of their own.
         query_positions: [T], [B, T] or [B, H, T], likewise.
         window, key_bound, dropout, tolerance: As there.
-        query_range: [T, 2] or [B, T, 2], int32 or int64, as there.
+        query_range: [T, 2] or [B, T, 2], integers, as there.
         dropout_key: A key of `jax.random` to draw the dropout mask from, the same for all
             implementations; needed if dropout is not 0.
         implementation: "auto" takes the first that can run the call: `cpu` (the compiled core) and
@@ -176,6 +177,7 @@ def attention_weights(
     )
 
 
+@own_code()
 def bias(
     slopes: jax.typing.ArrayLike,
     T: int,
@@ -237,6 +239,7 @@ def bias(
     return _one_side(left, distance) + _one_side(right, -distance)
 
 
+@own_code()
 def merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
     """Merge the results of `attention` over disjoint sets of keys into that over all of them.
 

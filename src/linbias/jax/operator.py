@@ -1,6 +1,7 @@
 """The inputs of implementations, and how forward and backward become differentiable."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -52,6 +53,19 @@ class Gradients(NamedTuple):
     dquery_positions: Array | None = None  # [B, H, T]
 
 
+@contextmanager
+def own_code() -> Iterator[None]:
+    """Let programs be strict with themselves alone: ours mixes ranks and dtypes as NumPy does, and
+    an infinite score hides a key.
+    """
+    with (
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.debug_infs(False),
+    ):
+        yield
+
+
 def define(
     name: str,
     forward: Callable[[Inputs], tuple[Array, Array, Any]],
@@ -61,7 +75,7 @@ def define(
     the inputs.
 
     forward: out [B, T, H, E] in the dtype of q, lse [B, T, H], wide, and what backward needs
-    besides the inputs.
+    besides the inputs, row_max and log_sum among it.
     backward: of these, of dout [B, T, H, E] and of dlse [B, T, H], both wide.
     """
     forward_once = _differentiable_once(name, forward)
@@ -71,12 +85,14 @@ def define(
     def attention(inputs: Inputs) -> tuple[Array, Array]:
         return forward(inputs)[:2]
 
+    @own_code()
     def save(inputs: Inputs) -> tuple[Any, Any]:
         out, lse, saved = forward_once(replace(inputs, precise=True))
-        return (out, lse), (inputs, saved)
+        return (out, lse), _with_bounds(_finite, inputs, saved)
 
+    @own_code()
     def differentiate(residuals: Any, cotangents: Any) -> tuple[Inputs]:
-        inputs, saved = residuals
+        inputs, saved = _with_bounds(_infinite, *residuals)
         dout, dlse = (x.astype(inputs.left.dtype) for x in cotangents)
         return (_cotangents(inputs, backward_once(inputs, saved, dout, dlse)),)
 
@@ -94,6 +110,25 @@ def define(
             ) from error
 
     return run
+
+
+def _with_bounds(
+    bound: Callable[[Array], Array], inputs: Inputs, saved: Any
+) -> tuple[Inputs, Any]:
+    """What backward is given, with infinities as `bound` writes them: jax_debug_infs looks at what
+    a compiled function keeps.
+    """
+    right = None if inputs.right is None else bound(inputs.right)
+    rows = {name: bound(getattr(saved, name)) for name in ("row_max", "log_sum")}
+    return replace(inputs, left=bound(inputs.left), right=right), saved._replace(**rows)
+
+
+def _finite(x: Array) -> Array:
+    return jnp.clip(x, jnp.finfo(x.dtype).min, jnp.finfo(x.dtype).max)
+
+
+def _infinite(x: Array) -> Array:
+    return jnp.where(jnp.abs(x) == jnp.finfo(x.dtype).max, jnp.sign(x) * jnp.inf, x)
 
 
 def with_the_same_mesh_axes(arrays: Any) -> Any:

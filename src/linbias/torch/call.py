@@ -48,6 +48,7 @@ def prepare(
             describe(name, array, function)  # which refuses it
     if "positions" in options or "query_positions" in options:
         standing.as_tensors(function, options, q.device)
+    widen(options)
     q, k, v = autocast(q, k, v)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     left = None if slopes is None else as_slopes(function, "slopes", slopes, wide, q.device)
@@ -84,10 +85,7 @@ def prepare(
     if problem.query_positions and not (problem.causal or problem.query_start):
         problem = _with_values(function, problem, request)
     if problem.any_order and problem.query_range:
-        raise NotImplementedError(
-            f"{function}: window and query_range count keys as they stand, and these positions are"
-            " in another order; sort keys and queries by their positions"
-        )
+        _request.refuse_ranges_in_any_order(function)
     if left is None:
         left = default_slopes(problem.H, wide, q.device)
     filled = _request.fill(
@@ -113,8 +111,12 @@ def _with_values(function: str, problem: Problem, request: Request[Tensor]) -> P
             f"{function}: query_positions with causal=False cannot be looked up under"
             " torch.compile and vmap; say query_start, at which key query 0 stands"
         )
-    read = problem.device == "cpu" or 0 in (problem.B, problem.H, problem.T, problem.S)
-    return problem if read else replace(problem, any_order=True)
+    if problem.device == "cpu" or 0 in (problem.B, problem.H, problem.T, problem.S):
+        return problem
+    in_order = _request.check_values(
+        function, problem, request, lambda x: transforms.known_values(x.cpu()), any_order=True
+    )
+    return problem if in_order else replace(problem, any_order=True)
 
 
 def _has_gradient(x: Any) -> bool:
@@ -144,6 +146,26 @@ def run(
     if not return_lse:
         return out
     return out, lse if bias is None else lse - bias
+
+
+def widen(options: dict[str, Any]) -> None:
+    """`_request.as_int64` of those arguments that hold integers; what is no tensor is refused
+    later.
+    """
+    for name in _request.INTEGERS:
+        if isinstance(x := options.get(name), Tensor):
+            options[name] = as_int64(x)
+
+
+def as_int64(x: Tensor) -> Tensor:
+    if x.dtype not in _NARROW:
+        return x
+    wide = x.to(torch.int64)
+    return wide if x.dtype != torch.uint64 else wide.where(wide >= 0, torch.iinfo(wide.dtype).max)
+
+
+_NARROW = [getattr(torch, f"{kind}{n}") for kind in ("int", "uint") for n in (8, 16, 32)]
+_NARROW.append(torch.uint64)
 
 
 def last_end(key_range: Tensor) -> Tensor:
@@ -196,7 +218,9 @@ def _check(function: str, request: Request[Tensor], **asked: Any) -> Problem:
     if not torch.compiler.is_compiling():
         try:
             signatures = [None if x is None else _signature(x) for x in _arrays_of(request)]
-            return _kept_check(function, *signatures, *_numbers_of(request), **asked)
+            # A key, too, since (1, 0) == (1.0, False).
+            types = () if request.window is None else tuple(map(type, request.window))
+            return _kept_check(function, types, *signatures, *_numbers_of(request), **asked)
         except TypeError:
             pass  # a wrong argument, refused below, or a size that is a symbol: no key
     described: Any = {}
@@ -215,7 +239,7 @@ def _signature(array: Any) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 @functools.lru_cache(maxsize=256, typed=True)
-def _kept_check(function: str, *values: Any, **asked: Any) -> Problem:
+def _kept_check(function: str, _: tuple[type, ...], *values: Any, **asked: Any) -> Problem:
     given = dict(zip((*_request.ARRAYS, *_request.NUMBERS), values, strict=True))
     for name in _request.ARRAYS:
         if (x := given[name]) is not None:

@@ -100,7 +100,8 @@ def attention(
     become xq[t] - x[s] and x[s] - xq[t], for time stamps, or the sums of -log of forget gates
     (slopes 1). Which side a key is on, and what is hidden, goes by order alone, also among keys at
     one place. If causal=False without query_start, order is that of the positions: keys come in
-    any order, and a query of its own position stands at the last key that is not beyond it.
+    any order, and a query of its own position stands at the last key that is not beyond it. Arrays
+    that are in order already keep theirs where positions tie, which matters where a slope is inf.
 
     Args:
         q: [B, H, T, D], float16, bfloat16, float32 or float64, any strides.
@@ -136,7 +137,7 @@ def attention(
             within the range.
         window: (left, right), integers: a query at p sees only the keys p - left .. p + right, -1
             for no limit on that side. Counted in keys, also where these have positions.
-        query_range: [T, 2] or [B, T, 2], int32 or int64: first and one past last key that each
+        query_range: [T, 2] or [B, T, 2], integers: first and one past last key that each
             query sees, beside what else hides keys; 0 <= first <= end <= S. For chunks with
             context, documents, and with causal=False prefixes that see themselves both ways. Keys
             that a range hides must still be finite.

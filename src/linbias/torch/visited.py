@@ -85,7 +85,7 @@ def visited(
 def _seen_by_tiles(ranges: Tensor, tile_rows: int) -> tuple[Tensor, Tensor]:
     """The first and one past the last key in the ranges [B, T, 2] of each tile: [B, 1, tiles]."""
     tiles = []
-    for rows in ranges.long().split(tile_rows, dim=1):
+    for rows in ranges.split(tile_rows, dim=1):
         first, end = rows.unbind(-1)
         empty = first >= end
         low = first.masked_fill(empty, torch.iinfo(torch.int64).max).amin(1)

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from linbias import _request
-from linbias.torch.call import Slopes
+from linbias.torch.call import Slopes, describe
 from linbias.torch.context_parallel.halo import Group, rank_and_size
 from linbias.torch.context_parallel.shares import OUT_OF_ORDER, Share
 from linbias.torch.share import put_in_place
@@ -177,7 +177,9 @@ def attention_varlen(
             )
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     share = Share(q, k, v, slopes, group, **options)
-    share.documents = cu_seqlens.cpu().numpy().astype(np.int64)
+    described = describe("cu_seqlens", cu_seqlens, f"{_NAME}_varlen")
+    _request.check_integers(f"{_NAME}_varlen", "cu_seqlens", described)
+    share.documents = _request.as_int64(cu_seqlens.cpu().numpy())
     table = share.meet()
     total, edges = sum(table.lengths), share.documents
     row = edges.ndim == 1 and len(edges)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from linbias import _request
-from linbias.torch.call import Slopes, as_slopes, autocast, prepare, run
+from linbias.torch.call import Slopes, as_int64, as_slopes, autocast, describe, prepare, run
 from linbias.torch.context_parallel.halo import (
     LEFT,
     RIGHT,
@@ -111,7 +111,11 @@ class Share:
                 f"{_NAME}: key_range must have shape [B, 2] = {[p.B, 2]},"
                 f" got {list(key_range.shape)}"
             )
-        self.key_range = None if key_range is None else key_range.to("cpu", torch.int64)
+        if key_range is not None:
+            described = describe("key_range", key_range, _NAME)
+            _request.check_integers(_NAME, "key_range", described)
+            key_range = as_int64(key_range.cpu())
+        self.key_range = key_range
         self.slopes = inputs.left.detach(), None if inputs.right is None else inputs.right.detach()
         self.seed = inputs.seed
         # Half of the tolerance for what is not fetched on the open sides; half for the kernel.

@@ -70,10 +70,10 @@ def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
     (B, H, T, _), (G, S) = inputs.q.shape, inputs.k.shape[1:3]
     rows, keys = core.TILE_ROWS, core.BLOCK_KEYS
     ranges = torch.tensor([0, S]) if inputs.key_range is None else inputs.key_range
-    ranges = ranges.long().expand(B, G, 2).repeat_interleave(H // max(1, G), dim=1)
+    ranges = ranges.expand(B, G, 2).repeat_interleave(H // max(1, G), dim=1)
     first, end = ranges[..., :1], ranges[..., 1:]
     num_blocks = -(-(end - first) // keys)
-    start = torch.tensor(S - T) if inputs.query_start is None else inputs.query_start.long()
+    start = torch.tensor(S - T) if inputs.query_start is None else inputs.query_start
     row = torch.arange(0, T, rows)
     low = start.expand(B)[:, None, None] + row - first
     high = low + (T - row).clamp(max=rows)
@@ -90,11 +90,6 @@ def describe_call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
     copies: list[Tensor] = []
     if right is not None:
         right = _of_batch(right, B)
-    if key_range is not None:
-        key_range = key_range.to(torch.int64)
-    if query_start is not None:
-        query_start = query_start.to(torch.int64)
-    query_range = None if inputs.query_range is None else inputs.query_range.to(torch.int64)
     if key_bound is not None:
         key_bound = key_bound.to(left.dtype)
     drawn = [0, 0, 0]
@@ -116,7 +111,7 @@ def describe_call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         right=address(right, copies),
         key_range=address(key_range, copies),
         query_start=address(query_start, copies),
-        query_range=address(query_range, copies),
+        query_range=address(inputs.query_range, copies),
         key_bound=address(key_bound, copies),
         positions=_places(inputs.positions, copies),
         query_positions=_places(inputs.query_positions, copies),

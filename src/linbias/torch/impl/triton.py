@@ -179,10 +179,10 @@ def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
         key_range = visited.new_tensor([0, S]).expand(len(visited), G, 2)
     if query_start is None:
         query_start = visited.new_tensor([S - T]).expand(len(visited))
-    ranges = key_range.long().clamp(0, S).repeat_interleave(H // max(1, G), 1)
+    ranges = key_range.clamp(0, S).repeat_interleave(H // max(1, G), 1)
     first, end = ranges[..., :1].minimum(ranges[..., 1:]), ranges[..., 1:]
     tiles = torch.arange(-(-T // tile.rows), device=visited.device)
-    position = query_start.long()[:, None, None] + tiles * tile.rows
+    position = query_start[:, None, None] + tiles * tile.rows
     counts = visited[:, :, : len(tiles)].long() * tile.keys
     low = position.clamp(first, end) // tile.keys * tile.keys
     high = -(-(position + tile.rows).clamp(first, end) // tile.keys) * tile.keys

@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
     # [B, 1 or H, S], float32, float64 or integers, 0 outside the range of keys; None: key s at s
     positions: Tensor | None = None
     query_positions: Tensor | None = None  # [B, 1 or H, T], likewise; None with positions only
-    query_range: Tensor | None = None  # [B, T, 2], int32 or int64, within the keys; None: all keys
+    query_range: Tensor | None = None  # [B, T, 2], within the keys; None: all keys
     scale: float = 1.0
     dropout: float = 0.0
     tolerance: float = 0.0

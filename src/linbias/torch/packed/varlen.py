@@ -9,7 +9,16 @@ from torch import Tensor
 
 from linbias import _request
 from linbias.torch import standing
-from linbias.torch.call import Slopes, as_slopes, autocast, describe, last_end, prepare, run
+from linbias.torch.call import (
+    Slopes,
+    as_slopes,
+    autocast,
+    describe,
+    last_end,
+    prepare,
+    run,
+    widen,
+)
 from linbias.torch.dropout import draw_seed
 from linbias.torch.packed import sequences as packed
 from linbias.torch.share import refuse_share
@@ -93,6 +102,7 @@ def attention_varlen(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     given: dict[str, Any] = {**options}
     _as_places(given, q, k)
+    widen(given)
     sides = ("slopes", slopes), ("right_slopes", given.pop("right_slopes", None))
     left, right = (
         None if slope is None else as_slopes("attention_varlen", name, slope, wide, q.device)
@@ -199,7 +209,7 @@ def _placement(
     _request.check_placement("attention_varlen", B, num_key_heads, *described)
     ranges = torch.stack([torch.zeros_like(lengths_k), lengths_k], dim=1)[:, None]
     if key_range is not None:
-        ranges = key_range.cpu().long()
+        ranges = key_range.cpu()
         ranges = ranges[:, None] if ranges.dim() == 2 else ranges
         for b, length in enumerate(lengths_k.tolist()):
             for first, end in ranges[b].tolist():
@@ -209,7 +219,7 @@ def _placement(
                         f" the keys of sequence {b}, got [{first}, {end}]"
                     )
     ranges = ranges.expand(B, num_key_heads, 2)
-    starts = last_end(ranges) - lengths_q if query_start is None else query_start.cpu().long()
+    starts = last_end(ranges) - lengths_q if query_start is None else query_start.cpu()
     return ranges, starts
 
 

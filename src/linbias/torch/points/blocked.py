@@ -21,6 +21,7 @@ from linbias.torch.points.geometry import (
     along_a_curve,
     box_distances,
     distances,
+    further,
     parts,
 )
 from linbias.torch.points.operator import Gradients, PointOperators, Results
@@ -86,6 +87,8 @@ class Tile:
     blocks: list[slice]
     gaps: Tensor  # [blocks]: how far the boxes lie from the tile's, at least
     order: Tensor  # [blocks], int64
+    nearest: Tensor | None  # [rows, A]: from whose distances those of keys count; None: all count
+    away: Tensor  # [rows]: these distances, or 0
 
 
 @dataclass(frozen=True)
@@ -128,14 +131,29 @@ class Cloud:
             near[:num_global] = -2.0
             if self.queries is self.keys:
                 near[index] = min(-1.0, near[index].item())
-            yield Tile(rows, self.keys.slices, gaps, torch.argsort(near, stable=True))
+            order = torch.argsort(near, stable=True)
+            yield Tile(rows, self.keys.slices, gaps, order, *self.nearest(rows))
 
-    def distance(self, rows: slice, columns: slice) -> Tensor | None:
+    def nearest(self, rows: slice) -> tuple[Tensor | None, Tensor]:
+        """For each query the nearest point of all boxes around keys, and how far it is.
+
+        Softmax does not see what all scores lose, but far from all keys it would cost digits.
+        """
+        asking = self.queries.stand_at(rows)
+        if asking is None or self.queries is self.keys or self.keys.num_global:
+            return None, self.keys.points.new_zeros(rows.stop - rows.start)
+        inside = asking[:, None].clamp(*self.keys.boxes)  # [rows, blocks, A]
+        gaps, block = distances(asking[:, None], inside, self.inputs.manhattan).min(-1)
+        return torch.take_along_dim(inside, block[..., None], 1)[:, 0], gaps[:, 0]
+
+    def distance(self, tile: Tile, columns: slice) -> Tensor | None:
         """[rows, columns], wide; None where one of them stands nowhere."""
-        near, far = self.queries.stand_at(rows), self.keys.stand_at(columns)
+        near, far = self.queries.stand_at(tile.rows), self.keys.stand_at(columns)
         if near is None or far is None:
             return None
-        return distances(near, far, self.inputs.manhattan).to(self.wide)
+        if tile.nearest is None:
+            return distances(near, far, self.inputs.manhattan).to(self.wide)
+        return further(near, far, tile.nearest, self.inputs.manhattan).to(self.wide)
 
     def drop(self, weight: Tensor, heads: Tensor, rows: slice, columns: slice) -> Tensor:
         """Apply attention dropout to weight [heads, rows, columns]."""
@@ -193,10 +211,11 @@ class Certificate:
         q_norm = norm(q) * (1 + self.slack)
         aligned = (q @ self.center[:, :, None]).squeeze(-1)
         base = aligned + self.slack * q_norm * self.largest[:, None]
+        base = base.to(self.precise) + self.slopes[:, None] * tile.away
         most = q_norm.amax(1, keepdim=True).to(self.precise)
         bias = self.slopes[:, None] * tile.gaps * (1 - self.slack)
         each = self.log_sizes + most * self.reach - bias
-        return each[:, tile.order].flip(1).logcumsumexp(1).flip(1), base.to(self.precise)
+        return each[:, tile.order].flip(1).logcumsumexp(1).flip(1), base
 
 
 @dataclass
@@ -227,11 +246,11 @@ def _fill(inputs: PointInputs, results: Results) -> None:
     for cloud in _clouds(inputs):
         q, k, v, slope = cloud.arrays()
         certificate = Certificate(cloud, k, v, slope)
-        out, rest = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(2, *q.shape[:2])
+        out, rest = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(3, *q.shape[:2])
         for index, tile in enumerate(cloud.tiles()):
             counts = _forward_tile(cloud, tile, certificate, (q, k, v, slope), out, rest)
             results.visited[cloud.row, :, index] = counts.view(-1, inputs.q.shape[1])
-        for array, target in zip((out, *rest), results[:3], strict=True):
+        for array, target in zip((out, *rest), (*results[:3], results.away), strict=True):
             cloud.put_back(array, cloud.queries, target)
 
 
@@ -249,7 +268,7 @@ def _forward_tile(
     out: Tensor,
     rest: Tensor,
 ) -> Tensor:
-    """Fill the tile's rows of out, row_max and log_sum; count the blocks visited."""
+    """Fill the tile's rows of out, row_max, log_sum and away; count the blocks visited."""
     q, k, v, slope = arrays
     q = q[:, tile.rows]
     left, base = certificate.about(q, tile)
@@ -276,18 +295,19 @@ def _forward_tile(
         visited[heads.cpu()] = step + 1
         chosen = heads if heads.numel() < X else slice(None)
         columns = tile.blocks[block]
-        score = _score(cloud, tile.rows, columns, q[chosen], k, slope, heads, chosen)[0]
+        score = _score(cloud, tile, columns, q[chosen], k, slope, heads, chosen)[0]
         drop = partial(cloud.drop, heads=heads, rows=tile.rows, columns=columns)
         running.add(chosen, score, _of_heads(v, heads, X)[:, columns], drop)
     out[:, tile.rows] = running.acc / running.row_sum
     rest[0, :, tile.rows] = running.row_max.squeeze(-1)
     rest[1, :, tile.rows] = running.row_sum.squeeze(-1).log()
+    rest[2, :, tile.rows] = tile.away.to(rest.dtype)
     return visited
 
 
 def _score(
     cloud: Cloud,
-    rows: slice,
+    tile: Tile,
     columns: slice,
     q: Tensor,
     k: Tensor,
@@ -298,7 +318,7 @@ def _score(
     """Score [heads, rows, columns], and the distances [rows, columns] in it."""
     keys = _of_heads(k, heads, len(slope))[:, columns]
     score = q @ keys.mT
-    apart = cloud.distance(rows, columns)
+    apart = cloud.distance(tile, columns)
     if apart is not None:
         score.addcmul_(slope[chosen][:, None, None], apart, value=-1)
     return score, apart
@@ -356,7 +376,7 @@ def _backward_tile(
         heads = (visited > step).nonzero().squeeze(-1).to(q.device)
         chosen = heads if heads.numel() < X else slice(None)
         columns = tile.blocks[block]
-        score, apart = _score(cloud, tile.rows, columns, q[chosen], k, slope, heads, chosen)
+        score, apart = _score(cloud, tile, columns, q[chosen], k, slope, heads, chosen)
         weight = score.sub_(pivot[chosen]).exp_()
         drop = partial(cloud.drop, heads=heads, rows=tile.rows, columns=columns)
         dv[:, columns].index_add_(0, heads // n, drop(weight).mT @ given[chosen])

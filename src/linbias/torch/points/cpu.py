@@ -77,6 +77,7 @@ def _of_part(results: Results, rows: slice, num_points: int) -> Results:
         row_max=results.row_max[here],
         log_sum=results.log_sum[here],
         visited=results.visited[rows, :, : core.num_tiles(num_points)],
+        away=results.away[here],
     )
 
 
@@ -114,7 +115,10 @@ def _call(part: PointInputs) -> tuple["core.Call", "core.Points", list[Tensor]]:
 
 
 def _forward(results: Results, alive: list[Tensor]) -> "core.Forward":
-    addresses: dict[str, Any] = {n: address(x, alive) for n, x in results._asdict().items()}
+    # All but `away`: each query is a key, too, so that none is far from all keys.
+    addresses: dict[str, Any] = {
+        n: address(getattr(results, n), alive) for n in results._fields[:4]
+    }
     return core.Forward(**addresses, visited_tiles=results.visited.shape[2])
 
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from linbias._dispatch import Abilities
 from linbias.torch.dropout import keep_mask
-from linbias.torch.points.geometry import PointInputs, distances
+from linbias.torch.points.geometry import PointInputs, distances, further
 
 NAME = "dense"
 ABILITIES = Abilities(
@@ -37,16 +37,18 @@ def attention_weights(inputs: PointInputs) -> tuple[Tensor, Tensor]:
     own = real if inputs.query_points is None else None  # of the queries
     q, k = _blank(inputs.q, own).to(wide), _blank(inputs.k, real).to(wide)
     score = q @ _per_query_head(k, inputs).mT * inputs.scale
-    score = score - inputs.slopes[:, :, None, None] * _distances(inputs, real).to(wide)[:, None]
+    apart, away = (x.to(wide)[:, None] for x in _distances(inputs, real))
+    score = score - inputs.slopes[:, :, None, None] * apart
+    lost = inputs.slopes[..., None] * away
     if not score.shape[-1]:
         return score, score.new_full(score.shape[:-1], -torch.inf)
     if real is None:
-        return score.softmax(-1), score.logsumexp(-1)
+        return score.softmax(-1), score.logsumexp(-1) - lost
     # A row that sees no key gets some scores, so that no gradient is NaN, and then no weights.
     empty = ~real.any(1)[:, None] if own is None else ~own
     empty = empty[:, None, :, None]
     score = score.masked_fill(~(real[:, None, None] | empty), -torch.inf)
-    lse = score.logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
+    lse = (score.logsumexp(-1) - lost).masked_fill(empty[..., 0], -torch.inf)
     return score.softmax(-1).masked_fill(empty, 0.0), lse
 
 
@@ -63,14 +65,22 @@ def _blank(array: Tensor, real: Tensor | None) -> Tensor:
     return array if real is None else array.masked_fill(~real[:, None, :, None], 0.0)
 
 
-def _distances(inputs: PointInputs, real: Tensor | None) -> Tensor:
-    """[B or 1, T, N], 0 where one of them stands nowhere."""
+def _distances(inputs: PointInputs, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[B or 1, T, N], 0 where one of them stands nowhere, less those to the nearest key, [B or 1,
+    T]: softmax does not see what all lose, but it would cost a narrow type digits.
+    """
     keys, first = inputs.points, inputs.global_tokens  # which come first
     if real is not None:
         keys = keys.where(real[:, first:, None], 0.0)
-    if inputs.query_points is None:
-        return F.pad(distances(keys, keys, inputs.manhattan), (first, 0, first, 0))
-    return F.pad(distances(inputs.query_points, keys, inputs.manhattan), (first, 0))
+    own = inputs.query_points is None
+    asking = keys if inputs.query_points is None else inputs.query_points
+    apart = distances(asking, keys, inputs.manhattan)
+    if own or first or not keys.shape[1]:  # the query itself is near, or what stands nowhere is
+        return F.pad(apart, (first, 0, first if own else 0, 0)), keys.new_zeros(1, 1)
+    seen = apart if real is None else apart.masked_fill(~real[:, None], torch.inf)
+    least = seen.argmin(-1, keepdim=True)
+    nearest, away = (torch.take_along_dim(x, least, axis) for x, axis in ((keys, 1), (apart, 2)))
+    return further(asking, keys, nearest, inputs.manhattan), away.squeeze(2)
 
 
 def _per_query_head(array: Tensor, inputs: PointInputs) -> Tensor:

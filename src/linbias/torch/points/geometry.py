@@ -49,8 +49,19 @@ def parts(inputs: PointInputs) -> list[tuple[slice, int]]:
 
 def distances(rows: Tensor, columns: Tensor, manhattan: bool) -> Tensor:
     """[..., rows, columns]: from each point of [..., rows, A] to each of [..., columns, A]."""
-    apart = rows[..., :, None, :] - columns[..., None, :, :]
-    return _length(tuple(apart.unbind(-1)), manhattan)
+    return _length(rows[..., :, None, :] - columns[..., None, :, :], manhattan)
+
+
+def further(rows: Tensor, columns: Tensor, nearest: Tensor, manhattan: bool) -> Tensor:
+    """[..., rows, columns]: by how much `distances` exceed those to nearest [..., rows, A].
+
+    Of |a| - |b| = (a - b) (a + b) / (|a| + |b|) only what a and b differ by is rounded.
+    """
+    far, near = rows[..., :, None, :] - columns[..., None, :, :], (rows - nearest)[..., :, None, :]
+    between = nearest[..., :, None, :] - columns[..., None, :, :]
+    lengths = [x.abs() if manhattan else _length(x, manhattan)[..., None] for x in (far, near)]
+    total = lengths[0] + lengths[1]
+    return (between * ((far + near) / total.masked_fill(total == 0, 1.0))).sum(-1)
 
 
 def box_distances(
@@ -58,7 +69,7 @@ def box_distances(
 ) -> Tensor:
     """[boxes]: the least distance between points of one box [A] and of each of [boxes, A]."""
     apart = torch.maximum(lows - high, low - highs).clamp(min=0)
-    return _length(tuple(apart.unbind(-1)), manhattan)
+    return _length(apart, manhattan)
 
 
 def along_a_curve(points: Tensor) -> Tensor:
@@ -93,8 +104,9 @@ def along_a_curve(points: Tensor) -> Tensor:
     return torch.argsort(place, stable=True)
 
 
-def _length(apart: tuple[Tensor, ...], manhattan: bool) -> Tensor:
-    """The length of vectors whose entries come one axis each."""
+def _length(vectors: Tensor, manhattan: bool) -> Tensor:
+    """[..., A] -> [...]: their lengths."""
+    apart = vectors.unbind(-1)
     if manhattan or len(apart) == 1:
         return torch.stack([x.abs() for x in apart]).sum(0) if len(apart) > 1 else apart[0].abs()
     total = apart[0].square()

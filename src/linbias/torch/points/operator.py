@@ -20,6 +20,7 @@ class Results(NamedTuple):
     row_max: Tensor  # [B, H, T], wide; -inf where a query sees no key
     log_sum: Tensor  # [B, H, T], wide
     visited: Tensor  # [B, H, tiles], int32: blocks that each tile visited, in its order of them
+    away: Tensor  # [B, H, T], wide: from which distance on those of a query were counted
 
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # of q, k and v in their dtype, and of slopes
@@ -52,14 +53,14 @@ class PointOperators:
             f"linbias::points_{name}_forward",
             lambda *arguments: self.run(PointInputs._make(arguments)),
             mutates_args=(),
-            schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+            schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         )
         self._backward = torch.library.custom_op(
             f"linbias::points_{name}_backward",
             self._operate_backward,
             mutates_args=(),
             schema="(Tensor dout, Tensor dlse, Tensor out, Tensor row_max, Tensor log_sum,"
-            f" Tensor visited, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+            f" Tensor visited, Tensor away, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
         )
         self.forward.register_fake(
             lambda *arguments: self.empty_results(PointInputs._make(arguments))
@@ -71,7 +72,8 @@ class PointOperators:
     def attention(self, inputs: PointInputs) -> tuple[Tensor, Tensor]:
         """Return out [B, H, T, E] in q's dtype and lse [B, H, T], wide."""
         results = Results(*self.forward(*inputs))
-        return results.out.to(inputs.q.dtype), results.row_max + results.log_sum
+        lse = results.row_max + results.log_sum - inputs.slopes[..., None] * results.away
+        return results.out.to(inputs.q.dtype), lse
 
     def run(self, inputs: PointInputs) -> Results:
         results = self.empty_results(inputs)
@@ -83,18 +85,16 @@ class PointOperators:
         (B, H, T, _), E, slopes = inputs.q.shape, inputs.v.shape[3], inputs.slopes
         row_max = slopes.new_full((B, H, T), -torch.inf)
         visited = torch.zeros(B, H, self._num_tiles(inputs), dtype=torch.int32)
-        out = slopes.new_zeros(B, H, T, E)
-        return Results(
-            out=out, row_max=row_max, log_sum=slopes.new_zeros(B, H, T), visited=visited
-        )
+        out, log_sum = slopes.new_zeros(B, H, T, E), torch.zeros_like(row_max)
+        return Results(out, row_max, log_sum, visited, away=torch.zeros_like(row_max))
 
     def _operate_backward(self, dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
-        saved, inputs = Results._make(arguments[:4]), PointInputs._make(arguments[4:])
+        saved, inputs = Results._make(arguments[:5]), PointInputs._make(arguments[5:])
         with without_lost_threads():
             return self._find_gradients(inputs, dout, dlse, saved)
 
     def _differentiate(
-        self, ctx: Any, dout: Tensor, _drow_max: Tensor, dlog_sum: Tensor, _dvisited: Tensor
+        self, ctx: Any, dout: Tensor, _drow_max: Tensor, dlog_sum: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
         arrays, saved = ctx.saved_tensors[:NUM_ARRAYS], ctx.saved_tensors[NUM_ARRAYS:]
         gradients = self._backward(dout, dlog_sum, *saved, *arrays, *ctx.numbers)
@@ -108,7 +108,7 @@ class PointOperators:
 
 
 def _empty_gradients(*arguments: Any) -> Gradients:
-    inputs = PointInputs._make(arguments[6:])
+    inputs = PointInputs._make(arguments[7:])
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
     return dq, dk, dv, torch.empty_like(inputs.slopes)
 
@@ -117,4 +117,4 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(*inputs[:NUM_ARRAYS], *output)
     ctx.numbers = inputs[NUM_ARRAYS:]
     # row_max counts as a constant, so that the gradient of log_sum is that of lse.
-    ctx.mark_non_differentiable(output[1], output[3])
+    ctx.mark_non_differentiable(output[1], *output[3:])
