@@ -23,6 +23,8 @@ from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
 from linbias.models.encoders.bert import LinbiasBertModel
 from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.families import families
+from linbias.paper.config import PaperConfig
+from linbias.paper.model import PaperForCausalLM
 from linbias.torch import MultiheadAttention
 
 GARBAGE = 1e6
@@ -54,7 +56,17 @@ BUILD = {
         for block in BLOCKS
     },
     **{name: masked(name) for name in ENCODER_POSITIONS},
+    **{
+        f"paper {position}": lambda position=position: PaperForCausalLM(
+            PaperConfig(**SMALL, cutoffs=[10], adaptive_factor=2, position=position)
+        )
+        for position in ("alibi", "t5")
+    },
 }
+
+
+def reset(module):
+    getattr(module, "reset_parameters", list)()
 
 
 @pytest.mark.parametrize("name", BUILD)
@@ -68,8 +80,7 @@ def test_all_weights_are_set_again(name):
         for x in (*model.parameters(), *model.buffers()):
             x.fill_(GARBAGE)
         # children first: a module knows better than its parts how these are drawn
-        own = getattr(model, "_init_weights", lambda m: getattr(m, "reset_parameters", list)())
-        model.apply(own)
+        model.apply(reset if name.startswith("paper") else getattr(model, "_init_weights", reset))
     drawn = one.state_dict(), other.state_dict()
     for key, x in model.state_dict().items():
         assert not (x == GARBAGE).any(), key
@@ -82,13 +93,12 @@ def test_all_weights_are_set_again(name):
 
 
 def test_no_module_of_ours_with_weights_of_its_own_is_left_out():
-    """But for those of `linbias.paper`, whose constructors draw and which come from files."""
     families()  # which imports them
     kinds = {type(module) for build in BUILD.values() for module in build().modules()}
     mine = {
         kind
         for name, module in sys.modules.items()
-        if name.startswith("linbias.") and not name.startswith("linbias.paper")
+        if name.startswith("linbias.")
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == name
     }

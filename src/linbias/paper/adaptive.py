@@ -33,6 +33,9 @@ class AdaptiveEmbedding(nn.Module):
             )
             for start, stop, width in config.bands
         )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         for table, project in self.bands:
             nn.init.normal_(table.weight, std=table.embedding_dim**-0.5)
             nn.init.zeros_(table.weight[self.pad])
@@ -68,6 +71,9 @@ class AdaptiveSoftmax(nn.Module):
         self.ignore_tail_pad = config.ignore_tail_pad
         self.dropout = nn.Dropout(config.softmax_dropout)
         self.class_proj = nn.Parameter(torch.empty(len(config.cutoffs), config.hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         nn.init.xavier_uniform_(self.class_proj)
 
     def head_weight(self, embedding: AdaptiveEmbedding) -> Tensor:

@@ -47,6 +47,9 @@ class SelfAttention(decoder.SelfAttention):
         self.v_proj = nn.Linear(width, width)
         self.q_proj = nn.Linear(width, width)
         self.out_proj = nn.Linear(width, width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         for project in (self.k_proj, self.v_proj, self.q_proj):
             nn.init.xavier_uniform_(project.weight, gain=0.5**0.5)
         nn.init.xavier_uniform_(self.out_proj.weight)
@@ -82,7 +85,7 @@ class PaperPreTrainedModel(decoder.DecoderPreTrainedModel):
     config_class = PaperConfig
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Leave the weights as the constructors drew them, which know what each is for."""
+        """Leave the weights as `reset_parameters` of their modules drew them."""
 
 
 class PaperModel(decoder.Decoder, PaperPreTrainedModel):
@@ -97,8 +100,7 @@ class PaperModel(decoder.Decoder, PaperPreTrainedModel):
             self.position = Sinusoidal(config)
         else:
             self.position = make_position(config.position, config)
-        if isinstance(self.position, T5):
-            nn.init.normal_(self.position.bias.weight, std=config.hidden_size**-0.5)
+        self.reset_parameters()
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(
             DecoderBlock(config, index) for index in range(config.num_hidden_layers)
@@ -106,6 +108,10 @@ class PaperModel(decoder.Decoder, PaperPreTrainedModel):
         if config.final_norm:
             self.layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.post_init()
+
+    def reset_parameters(self) -> None:
+        if isinstance(self.position, T5):
+            nn.init.normal_(self.position.bias.weight, std=self.config.hidden_size**-0.5)
 
     def before_layers(self, embedded: Tensor, positions: Tensor) -> Tensor:
         return super().before_layers(embedded * math.sqrt(self.config.hidden_size), positions)

@@ -153,11 +153,16 @@ class MultiheadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projections as `torch.nn.MultiheadAttention` does, Xavier uniform and biases 0;
-        learned slopes begin with those of the variant.
+        """Draw the projections as `torch.nn.MultiheadAttention` does: q, k and v of one shape as
+        one Xavier uniform matrix, the output as `torch.nn.Linear`, and biases 0; learned slopes
+        begin with those of the variant.
         """
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
-            nn.init.xavier_uniform_(projection.weight)
+        inputs = self.q_proj, self.k_proj, self.v_proj
+        alike = all(projection.weight.shape == self.q_proj.weight.shape for projection in inputs)
+        for projection in inputs:
+            nn.init.xavier_uniform_(projection.weight, gain=0.5**0.5 if alike else 1.0)
+        self.out_proj.reset_parameters()
+        for projection in (*inputs, self.out_proj):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
         for side in self._learned_sides if self.learned else ():
