@@ -76,7 +76,7 @@ def lab(tmp_path_factory):
     with open(own / "log.txt", "w+") as log:
         server = subprocess.Popen(command, env={**os.environ, **places}, stdout=log, stderr=log)
         try:
-            deadline = monotonic() + 90
+            deadline = monotonic() + 300
             while True:
                 try:
                     urllib.request.urlopen(f"{address}/api", timeout=5).close()
