@@ -409,6 +409,43 @@ def test_the_widget_draws_itself_and_shares_its_state(open_widget):
     assert shown.title().startswith("What \u201cThe\u201d looks at")
 
 
+# JupyterLab may draw a widget before its place stands in the page, and takes cells out that are
+# scrolled away.
+DRAWN_BEFORE = """() => {
+  const el = document.createElement("div");
+  widget.render({ model, el });
+  document.body.lastChild.replaceWith(el);
+}"""
+AWAY = "() => { globalThis.away = document.body.lastChild; away.remove(); }"
+BACK = "() => document.body.append(away)"
+PICTURES = """async () => {
+  for (let i = 0; i < 2; i += 1) await new Promise(requestAnimationFrame);
+  const { shadowRoot } = document.body.lastChild;
+  return [...shadowRoot.querySelectorAll("canvas")].map((canvas) => canvas.toDataURL());
+}"""
+
+
+@pytest.mark.parametrize("state", ["view=how&head=1", "view=cost"])
+def test_the_widgets_pictures_have_the_colours_of_where_it_stands(state, open_widget):
+    page = open_widget(state)
+    light = page.evaluate(PICTURES)
+    page.evaluate(DRAWN_BEFORE)
+    assert page.evaluate(PICTURES) == light
+    page.evaluate(AWAY)
+    page.emulate_media(color_scheme="dark")
+    page.evaluate(BACK)
+    dark = page.evaluate(PICTURES)
+    page.evaluate(AWAY)
+    page.emulate_media(color_scheme="light")
+    page.evaluate(BACK)
+    assert page.evaluate(PICTURES) == light
+    page.evaluate("document.body.dataset.jpThemeLight = false")
+    assert page.evaluate(PICTURES) == dark
+    page.evaluate(DRAWN_BEFORE)
+    assert page.evaluate(PICTURES) == dark
+    assert all(set(pair) and pair[0] != pair[1] for pair in zip(light, dark, strict=True))
+
+
 def test_keys_stay_in_the_widget_wherever_it_was_clicked(open_widget):
     page = open_widget("view=how")
     # JupyterLab listens before the widget and heeds an attribute, other notebooks listen after it.

@@ -1,6 +1,6 @@
 """The explorer in a real JupyterLab, whose shortcuts must not hear what is typed in it.
 
-JupyterLab is large, and no other test needs it: CONTRIBUTING.md says how to install it for these.
+JupyterLab is large, and no other test needs it: `pip install jupyterlab` adds it for these.
 """
 
 import json
@@ -76,7 +76,7 @@ def lab(tmp_path_factory):
     with open(own / "log.txt", "w+") as log:
         server = subprocess.Popen(command, env={**os.environ, **places}, stdout=log, stderr=log)
         try:
-            deadline = monotonic() + 90
+            deadline = monotonic() + 300
             while True:
                 try:
                     urllib.request.urlopen(f"{address}/api", timeout=5).close()
@@ -145,6 +145,33 @@ def test_what_is_typed_in_the_widget_is_no_shortcut(run_first_cell):
         "n => document.querySelectorAll('.jp-Notebook .jp-CodeCell').length === n",
         arg=len(CELLS) - 1,
     )
+
+
+WIDGET = "from linbias import explore\nexplore.widget(state='view=how&head=1')"
+NEXT_FRAME = "() => new Promise(requestAnimationFrame)"
+SHADES = """pictures => pictures.map((canvas) => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return new Set(data).size;
+})"""
+
+
+def test_a_cell_that_is_run_twenty_times_draws_no_black_picture(run_first_cell):
+    notebook = run_first_cell([WIDGET])
+    prompt = notebook.locator(".jp-CodeCell .jp-InputPrompt").first
+    pictures = notebook.locator(".explore canvas")
+    for times in range(1, 21):
+        notebook.wait_for_function(
+            "([prompt, text]) => prompt.textContent === text",
+            arg=[prompt.element_handle(), f"[{times}]:"],
+        )
+        pictures.nth(4).wait_for()
+        for _ in range(2):
+            notebook.evaluate(NEXT_FRAME)
+        # Black and opaque are two numbers, and what was never painted is one.
+        shades = pictures.evaluate_all(SHADES)
+        assert len(shades) == 5 and min(shades) > 2, f"run {times}: {shades}"
+        notebook.locator(".jp-CodeCell .cm-content").first.click()
+        notebook.keyboard.press("Shift+Enter")
 
 
 def test_the_stripes_of_tables_leave_the_shades_of_an_explanation_alone(run_first_cell):

@@ -243,7 +243,7 @@ def extrapolate(
     ] = None,
     seeds: Annotated[str, option("One model of each kind per seed.")] = "0",
     stride: options.Stride = None,
-    limit_tokens: options.LimitTokens = 32768,
+    limit_tokens: options.LimitTokens = 16384,
     fields: options.Fields = None,
     corpus: options.Corpus = "stdlib",
     tokenizer: options.Tokenizer = "bytes",
@@ -255,7 +255,7 @@ def extrapolate(
 ) -> None:
     """Train short, test long: the paper's experiment, with plots and a report.
 
-    The defaults take about four minutes on two cores.
+    The defaults take three to four minutes on two cores.
     Interrupted, the same command continues the run.
 
     \b

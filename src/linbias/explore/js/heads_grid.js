@@ -1,6 +1,6 @@
 // All heads of a model, layers x heads: a picture of each one's weights above a number.
 
-import { onThemeChange, paintWeights, ramp } from "./colours.js";
+import { onNewColours, paintWeights, ramp } from "./colours.js";
 import { choice } from "./controls.js";
 import { element, rove, setText, walked } from "./dom.js";
 import { headWords, rowOfBias, shrunk, slopeName } from "./model_words.js";
@@ -94,12 +94,11 @@ export function headsGrid({ reading, weights, onSelect }) {
 
   const reveal = () => revealWithin(box, buttons[chosen.layer][chosen.head]);
 
-  onThemeChange(paint);
+  onNewColours(grid, paint);
   new ResizeObserver(reveal).observe(box);
   write();
   return {
     element: element("div.heads-of-model", measures.length > 1 && control.element, box),
-    paint, // once it stands in the page, whose colours it takes
     choose(layer, head) {
       chosen = { layer, head };
       rove(buttons.flat(), layer * numHeads + head, "aria-checked");

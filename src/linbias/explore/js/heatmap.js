@@ -2,7 +2,7 @@
 // cost less than a millisecond. A screen reader meets a grid of rows: each says its largest
 // number, the cell under the cursor is announced, and small matrices have numbers in cells.
 
-import { onThemeChange, paintCells, ramp, wantsLightText } from "./colours.js";
+import { onNewColours, paintCells, ramp, wantsLightText } from "./colours.js";
 import { announcer, element, rove, setAll, setText } from "./dom.js";
 
 export const MOST_NUMBERS = 10; // columns whose cells hold numbers
@@ -84,7 +84,7 @@ export function heatmap({ onSelect, onPoint = null }) {
 
   function paint() {
     const { rows, columns, values, hidden } = shown;
-    ramps ??= ["--accent", "--negative"].map((name) => ramp(grid, "--surface", name));
+    ramps = ["--accent", "--negative"].map((name) => ramp(grid, "--surface", name));
     // Where a cell is hidden, the hatching behind it shows.
     const shadeOf = (i) => (hidden?.[i] ? null : shade(values[i]));
     paintCells(canvas, columns.length, rows.length, shadeOf);
@@ -162,10 +162,7 @@ export function heatmap({ onSelect, onPoint = null }) {
   area.addEventListener("pointerleave", leave);
   area.addEventListener("focusout", leave);
   grid.addEventListener("keydown", walk);
-  onThemeChange(() => {
-    ramps = null;
-    if (shown) paint();
-  });
+  onNewColours(grid, () => shown && paint());
   new ResizeObserver(measure).observe(area);
 
   return {

@@ -1,7 +1,7 @@
 // The controls of the view "How": a head and its slopes, and what else can be changed.
 
 import { areChapters, VARIANTS } from "./attention.js";
-import { onThemeChange, paintWeights, ramp } from "./colours.js";
+import { onNewColours, paintWeights, ramp } from "./colours.js";
 import { choice, parseNumber, parseWhole, slider, textField } from "./controls.js";
 import { element, note, setText, uniqueId } from "./dom.js";
 import { evenHeads, slopesOf, slopeText } from "./how_state.js";
@@ -33,7 +33,6 @@ function headPicker({ onChange }) {
   const name = uniqueId("head");
   let items = [];
   let shown = null;
-  let colours = null;
 
   function build(numHeads) {
     items = Array.from({ length: numHeads }, (_, head) => {
@@ -49,7 +48,7 @@ function headPicker({ onChange }) {
   }
 
   function draw(changed) {
-    colours ??= ramp(box, "--surface", "--accent");
+    const colours = ramp(box, "--surface", "--accent");
     items.forEach(({ canvas, slope, input }, h) => {
       const head = shown.heads[h];
       if (changed(h)) paintWeights(canvas, shown.size, head.with.weights, colours);
@@ -59,10 +58,7 @@ function headPicker({ onChange }) {
     });
   }
 
-  onThemeChange(() => {
-    colours = null;
-    if (shown) draw(() => true);
-  });
+  onNewColours(box, () => shown && draw(() => true));
 
   return {
     element: element("fieldset.control", element("legend.label", "Head"), box),

@@ -104,7 +104,6 @@ export function mountModel(root, { model: data, methods }, memory) {
     const open = { on: { click: () => change(openingOf(one)) } };
     const answer = element("p.answer", element("button.in-words", open, name), rest);
     attention.replaceChildren(answer, panel.element);
-    panel.paint?.();
   }
 
   draw();
@@ -159,7 +158,6 @@ function attentionPanel({ data, reading, state, change }) {
       ),
       section("All queries of this head", picture.element),
     ),
-    paint: heads.paint,
     update() {
       const { layer, head } = state;
       const query = Math.min(state.query, T - 1);

@@ -20,12 +20,11 @@ const VIEWS = [
 ];
 
 const THEMES = ["auto", "light", "dark"];
-const NO_THEMES = { read: () => null, write() {}, watch() {} };
 
 // Builds the page in `root`; views are made when they are first looked at. `memory` keeps what is
 // shown as a text such as "view=how&head=1", and may have the link() that brings it back; `themes`
 // keeps the reader's choice of light or dark likewise.
-export function startPage(root, data, memory, themes = NO_THEMES) {
+export function startPage(root, data, memory, themes) {
   const views = VIEWS.filter(({ needs }) => data[needs]).map((view) => {
     const attributes = { id: uniqueId(view.id), hidden: true };
     return { ...view, panel: element(`section.view.view-${view.id}`, attributes) };
@@ -92,7 +91,7 @@ export function startPage(root, data, memory, themes = NO_THEMES) {
 
 function themeChoice(root, themes) {
   const control = choice({
-    label: "Theme", options: THEMES, value: root.dataset.theme ?? "auto",
+    label: "Theme", options: THEMES, value: "auto",
     onChange(theme) {
       show(theme);
       themes.write(theme);

@@ -1,7 +1,7 @@
 // A strip of keys for each head: how much each weighs, how exactly it is computed, a frame around
 // what is read, and the query. Each is a button that chooses its head; arrow keys walk them.
 
-import { onThemeChange, paintCells, ramp } from "./colours.js";
+import { onNewColours, paintCells, ramp } from "./colours.js";
 import { element, rove, setAll, setText, walked } from "./dom.js";
 
 const FAINTEST = 1e-9; // the weight that is drawn as nothing: colours go by its logarithm
@@ -80,7 +80,7 @@ export function strips({ onSelect }) {
     });
   }
 
-  onThemeChange(() => shown && paint());
+  onNewColours(list, () => shown && paint());
   new ResizeObserver(() => shown && place()).observe(list);
 
   return {

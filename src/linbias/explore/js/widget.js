@@ -3,11 +3,26 @@
 import { element } from "./dom.js";
 import { startPage } from "./page.js";
 
+// Light or dark as JupyterLab and VS Code say on their page; elsewhere as the system does.
+const NOTEBOOK_THEMES = {
+  true: "light", false: "dark", "vscode-light": "light", "vscode-dark": "dark",
+  "vscode-high-contrast-light": "light", "vscode-high-contrast": "dark",
+};
+const notebookThemes = {
+  read() {
+    const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
+    return NOTEBOOK_THEMES[jpThemeLight ?? vscodeThemeKind] ?? "auto";
+  },
+  write() {},
+  watch(callback) {
+    const attributeFilter = ["data-jp-theme-light", "data-vscode-theme-kind"];
+    new MutationObserver(() => callback(this.read())).observe(document.body, { attributeFilter });
+  },
+};
+
 // What anywidget calls: `model` holds the Python side's data, stylesheet and state.
 export function renderWidget({ model, el }) {
   const app = element("div.explore.notebook", { tabindex: -1 });
-  const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
-  if (jpThemeLight === "false" || vscodeThemeKind === "vscode-dark") app.dataset.theme = "dark";
   // Keys typed here are no shortcuts of the notebook: JupyterLab, which sees them first, asks for
   // this attribute; others listen further out. The focus stays here wherever one clicks, on words
   // or a button that is disabled then.
@@ -29,5 +44,5 @@ export function renderWidget({ model, el }) {
     watch(callback) {
       model.on("change:state", () => model.get("state") !== written && callback());
     },
-  });
+  }, notebookThemes);
 }
