@@ -19,7 +19,7 @@ test: $(VENV)/.dev  ## the tests, two at a time, in 5 to 6 minutes with AVX2; `m
 	$(PYTEST) -m 'not processes and not thorough'
 
 # Those that look at the processor, on this one as if it had less: LINBIAS_MAX_CPU_TARGET=avx2 make test runs all so.
-LESS := $(PYTEST) -m 'not processes and not thorough' tests/core/test_machine.py tests/fused/test_prepacked.py tests/core/test_cpu.py tests/torch/test_decoding.py
+LESS := $(PYTEST) -m 'not processes and not thorough' tests/core/test_machine.py tests/core/test_cpu.py tests/torch/test_decoding.py
 
 check: $(VENV)/.dev  ## what CI runs: format, lint, types, the proof, the core's own test, every test, some as an older processor runs them
 	$(BIN)/ruff format --check .

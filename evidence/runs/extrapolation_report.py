@@ -167,7 +167,7 @@ def evaluations() -> Iterator[EvaluationRecord]:
 
 
 def for_explorer() -> dict[str, Any]:
-    """The comparison as `linbias.explore.results.summary` gives a run."""
+    """The comparison as `linbias.lm.report.summary.summary` gives a run."""
     found = Found()
     lines = [
         {

@@ -32,12 +32,6 @@ FEW_CASES = {
 }
 ORDER = ("cpu", "blocked", "sdpa mask", "flex", "flex, window mask", "sdpa, no bias")
 SHOWN = "short-256 causal-2048 causal-8192 causal-32768 bfloat16-8192 symmetric-8192 training-4096"
-WAYS = {
-    "spins default": "as PyTorch comes",
-    "spins watched": "the commands",
-    "spins passive": "`OMP_WAIT_POLICY=PASSIVE`",
-    "spins one thread": "`OMP_NUM_THREADS=1`",
-}
 
 
 def newest_by_machine(prefix: str) -> list[list[Record]]:
@@ -172,24 +166,6 @@ def short_table(of_machine: list[Record]) -> str:
     return f"{table(head, rows)}\n\n{text}."
 
 
-def neighbours_table() -> str:
-    """What a program takes beside busy processes, by how its threads wait."""
-    records = [r for r in newest_by_machine("token beside")[0] if " beside " in r["case"]]
-    last = {(r["case"], r["implementation"]): r["p50_ms"] for r in records}
-
-    def cell(way: str, work: str, digits: int) -> str:
-        times = (last[f"{work} beside {n} busy", way] for n in range(3))
-        return " / ".join(f"{ms:,.{digits}f}" for ms in times)
-
-    rows = [[words, cell(way, "read", 0), cell(way, "token", 1)] for way, words in WAYS.items()]
-    r = records[-1]
-    text = (
-        f"Four layers of BLOOM-560m's shape, float32; {r['machine']}, torch"
-        f" {r['versions']['torch']}, {r['date']}, `{BENCH}/bench_neighbours.py`."
-    )
-    return f"{table(['', 'reading 512 tokens', 'a token'], rows)}\n\n{text}"
-
-
 def jax_table() -> str:
     """Median milliseconds of linbias.jax beside what a JAX user can write, and memory."""
     records = newest_records("jax-")
@@ -303,7 +279,6 @@ def written_parts() -> dict[tuple[str, str], str]:
         ("docs/index.md", "speed in a sentence"): speed_sentence(PEERS),
         ("docs/kernels.md", "benchmark"): benchmark_table(),
         ("docs/kernels.md", "short"): short_tables(),
-        ("docs/faq.md", "neighbours"): neighbours_table(),
         ("docs/jax.md", "benchmark"): jax_table(),
         ("docs/guides/train-short.md", "extrapolation"): extrapolation_tables(),
         ("docs/guides/train-short.md", "learned steps"): learned_steps_tables(),

@@ -17,6 +17,7 @@ PARTS = {
     "linbias.jax.flax": ("jax", ("jax", "flax")),
     "linbias.explore.notebook": ("notebook", ("anywidget",)),
     "linbias.models": ("lm", ("torch", "transformers", "tokenizers", "safetensors")),
+    "linbias.models.embed": ("embed", ("sentence_transformers",)),
     "linbias.data": ("lm", ("tokenizers",)),
     "linbias.plots": ("plots", ("matplotlib",)),
     "linbias.lm": (

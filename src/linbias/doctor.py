@@ -6,7 +6,6 @@ from typing import Any
 
 from linbias import _extras, _machine
 from linbias._request import Described, Request, check
-from linbias._run.neighbours import waiting
 from linbias.kernels import core
 
 # The parts that are tried, each by the import of a module.
@@ -47,7 +46,6 @@ def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, A
 
         devices += ["cuda"] * torch.cuda.is_available()
         machine["threads"] = torch.get_num_threads()
-        machine["threads wait"] = waiting()
         for implementation in IMPLEMENTATIONS:
             implementations[implementation.NAME] = {
                 device: implementation.why_not(_plain_call(device)) for device in devices

@@ -46,19 +46,6 @@ class Explanation:
     query_start: npt.NDArray[np.int64]
     tokens: tuple[str, ...] | None = None
 
-    # What `bias`, `scores` and `weights` were called before, for programs that read them.
-    @property
-    def penalty(self) -> Float64:
-        return 0.0 - self.bias
-
-    @property
-    def biased(self) -> Float64:
-        return self.scores
-
-    @property
-    def weight(self) -> Float64:
-        return self.weights
-
     def __repr__(self) -> str:
         *batch, H, T, S = self.scores.shape
         of = f" for a batch {batch}" if batch else ""

@@ -429,14 +429,6 @@ ERRORS = {
         f"{{model}} {TEXT} --precision int8": "--precision: must be one of ('fp32'",
         f"{{model}} {TEXT} --precision fp16": "--precision: 'fp16' must have a GPU, got a CPU",
     },
-    "embed": {
-        "./absent {corpus} -o {tmp}/v.npy": "MODEL: must be a folder with a config.json, got",
-        "{model} {corpus} -o {tmp}/v.npy": "error: MODEL: must hold an encoder, got",
-        "{model} {tmp}/absent -o {tmp}/v.npy": "FILES: must exist and be readable, got {tmp}",
-        "{model} {corpus} -o {tmp}/v.npy --spans word": "error: --spans: must be 'sentences' or",
-        "{model} {corpus} -o {tmp}/v.npy --spans 0": "error: --spans: must be at least 1 token",
-        "{model} {corpus} -o {tmp}/v.npy --spans 9 --pooling cls": "--pooling: must be 'mean'",
-    },
     "train": {
         "--set width": "--set: must be NAME=VALUE, got 'width'",
         "--set heads=1": "LinbiasConfig's fields, got 'heads' (perhaps num_attention_heads or",

@@ -62,7 +62,7 @@ every_command = pytest.mark.parametrize(
 
 
 def test_there_are_all_commands():
-    names = "explain explore extrapolate doctor train evaluate generate embed convert".split()
+    names = "explain explore extrapolate doctor train evaluate generate convert".split()
     names += [f"paper {name}" for name in ("prepare", "train", "convert", "evaluate", "run")]
     assert {path.removeprefix("linbias ") for path, _ in COMMANDS} >= {*names}
 

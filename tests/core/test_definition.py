@@ -174,12 +174,6 @@ def test_explanation_reads_as_a_table_and_as_json():
         linbias.explain(*np.ones((3, 1, 2, 3, 4))).table()
 
 
-def test_former_names_of_the_steps_still_answer():
-    trace = chapter()
-    np.testing.assert_array_equal(trace.penalty, -trace.bias)
-    assert trace.biased is trace.scores and trace.weight is trace.weights
-
-
 def test_placement_without_a_batch_axis():
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 3))
     options = {"key_range": [[1, 4], [0, 2]], "query_start": -1}

@@ -24,8 +24,7 @@ import torch
 from typer.testing import CliRunner
 from linbias import explore, plots
 from linbias.cli import app
-from linbias.explore import results as explorer_results
-from linbias.lm.report import page
+from linbias.lm.report import page, summary
 from linbias.lm.report.records import ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 from linbias.lm.training import LanguageModelMetrics
@@ -66,7 +65,7 @@ assert ">a dummy" in report and "stroke: var(--dummy)" in report
 assert "#123456" in {line.get_color() for line in panel.lines}
 assert "a dummy  3.00" in {text.get_text() for text in panel.texts}
 
-shown = explore.page({"runs": [explorer_results.summary(results, "run")]})
+shown = explore.page({"runs": [summary.summary(results, "run")]})
 data = json.loads(re.search(r'id="data">(.*?)</script>', shown, re.DOTALL)[1])
 assert data["results"]["runs"][0]["groups"][0]["lines"][0]["method"] == "dummy"
 dummy = {"label": "a dummy", "colour": "light-dark(#123456, #FEDCBA)", "main": True}

@@ -12,8 +12,8 @@ import linbias
 from chapter import HEADS, OUTPUT, chapters_table
 from explorer_page import Explorer, explained
 from linbias import explore
+from linbias.explore import data
 from linbias.explore.data import WORDS
-from linbias.explore.results import default
 from test_cli import run
 
 MORE = "More to change: words, sides, slopes, heads"
@@ -184,7 +184,7 @@ def test_tokens_are_text_and_never_markup(open_state):
 
 
 def test_data_cannot_leave_their_element(visit, tmp_path):
-    results = default()
+    results = data.results()
     results["runs"][0]["name"] = "</script><script>document.title = 'broken'</script><!--"
     results["other"] = "\u2028 \\u003c"
     text = explore.page(results=results)

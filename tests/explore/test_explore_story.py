@@ -9,10 +9,9 @@ import linbias
 from explorer_page import STORY, Explorer, copied, last_words_weights, printed
 from linbias import explore
 from linbias.explore import data
-from linbias.explore.results import default
 from linbias.methods import METHODS
 
-(GROUP,) = default()["runs"][0]["groups"]
+(GROUP,) = data.results()["runs"][0]["groups"]
 
 
 def ink(page):

@@ -14,7 +14,8 @@ import pytest
 
 import linbias
 from linbias import explore, near_to_far
-from linbias.explore import results
+from linbias.explore import data
+from linbias.lm import read_results
 from linbias.lm.report.records import ExtrapolationResults
 from linbias.lm.settings import ExtrapolateSettings
 from linbias.methods import METHODS
@@ -275,7 +276,7 @@ def test_the_share_falls_as_the_text_grows(visit, explorer_file):
 
 
 def test_the_package_holds_the_run_of_the_documentation():
-    (run,) = results.default()["runs"]
+    (run,) = data.results()["runs"]
     page = (ROOT / "docs/guides/train-short.md").read_text(encoding="utf-8")
     table = page.partition("<!-- extrapolation:")[2].partition("<!-- /extrapolation -->")[0]
     assert f"`{run['made']['command']}`" in table
@@ -289,7 +290,7 @@ def test_the_package_holds_the_run_of_the_documentation():
 
 def test_losses_by_length_follow_the_cursor_and_the_switches(visit, explorer_file):
     page, panel = open_view(visit, explorer_file, "Results")
-    (group,) = results.default()["runs"][0]["groups"]
+    (group,) = data.results()["runs"][0]["groups"]
     chart = panel.get_by_role("slider", name="Loss by test length")
     positions = panel.get_by_role("slider", name="Loss by position")
 
@@ -337,7 +338,7 @@ def test_losses_by_length_follow_the_cursor_and_the_switches(visit, explorer_fil
 )
 def test_the_table_of_losses(visit, explorer_file, read, words):
     _, panel = open_view(visit, explorer_file, "Results")
-    (group,) = results.default()["runs"][0]["groups"]
+    (group,) = data.results()["runs"][0]["groups"]
     panel.get_by_text(words, exact=True).click()
     rows = panel.get_by_role("row").all()[1:]
     for row, line in zip(rows, group["lines"], strict=True):
@@ -373,7 +374,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_runs_are_means_and_ranges_over_seeds(run_folder):
-    (run,) = explore.read_results([run_folder])["runs"]
+    (run,) = read_results([run_folder])["runs"]
     first, second = run["groups"]
     assert (run["name"], run["num_seeds"]) == ("<b>run", 2)
     assert (first["test_lengths"], second["test_lengths"]) == ([4, 16], [8, 16])
@@ -388,7 +389,7 @@ def test_runs_are_means_and_ranges_over_seeds(run_folder):
 
 def test_several_runs_are_chosen_by_name(visit, run_folder, tmp_path):
     path = tmp_path / "page.html"
-    results = explore.read_results([run_folder, run_folder])
+    results = read_results([run_folder, run_folder])
     path.write_text(explore.page(results=results), encoding="utf-8")
     _, panel = open_view(visit, path, "Results")
     names = panel.get_by_role("group", name="Run").get_by_role("radio").all()
@@ -417,7 +418,7 @@ def test_a_folder_without_results_is_refused(tmp_path, name, content, reason):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=rf"^explore: results must be a folder.*{reason}"):
-        explore.read_results([tmp_path])
+        read_results([tmp_path])
 
 
 # All views

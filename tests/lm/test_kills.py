@@ -1,4 +1,4 @@
-"""`extrapolate`, `embed` and the paper's path, killed at any point, end as if undisturbed."""
+"""`extrapolate` and the paper's path, killed at any point, end as if undisturbed."""
 
 import random
 from collections.abc import Callable
@@ -10,10 +10,8 @@ import pytest
 
 from interrupting import die, killed_processes
 from linbias._run.files import JsonLog
-from linbias.data.tokenizers import byte_tokenizer
 from linbias.lm.extrapolation import extrapolate
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
-from linbias.models import Document, LinbiasBertConfig, LinbiasBertModel, embed
 from linbias.paper.pipeline import run as run_path
 from linbias.paper.recipe import Recipe
 from paper_training import MODEL
@@ -64,11 +62,6 @@ def run_paper(texts: dict[str, Path], output: Path) -> None:
     run_path(texts, output, recipe, progress=False)
 
 
-def run_embed(folder: Path, output: Path) -> None:
-    documents = [Document(f"d{size}", "far away " * size) for size in (1, 2, 30, 3, 40)]
-    embed(folder, documents, output, batch_tokens=300, spans=20)
-
-
 def kill_in_turn(run: Callable[..., None], deaths: list[tuple[str, int]], *arguments: Any) -> None:
     """Start again after every death, and let the last run end."""
     killed_processes(run_until, [(die, *death) for death in deaths], run, *arguments)
@@ -110,28 +103,6 @@ def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(texts, tmp
     for path in (tmp_path / "whole").glob("*.npz"):
         killed, whole = (np.load(tmp_path / run / path.name) for run in ("killed", "whole"))
         np.testing.assert_array_equal(killed["log_probs"], whole["log_probs"])
-
-
-@pytest.mark.processes
-def test_embed_killed_anywhere_ends_like_an_undisturbed_run(tmp_path):
-    config = LinbiasBertConfig(
-        vocab_size=256, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
-    )
-    LinbiasBertModel(config).save_pretrained(tmp_path / "encoder")
-    byte_tokenizer().save(tmp_path / "encoder")
-    deaths = [
-        ("linbias._run.folders.write_json", 1),  # held, without its settings
-        ("linbias._run.files.os.fsync", 3),  # within the line of the second batch
-        ("linbias.models.embedding.vectors.write_json", 1),  # vectors of spans are written
-        ("linbias.models.embedding.vectors.new_file", 2),  # ids are written
-    ]
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-    run_embed(tmp_path / "encoder", tmp_path / "whole" / "v.npy")
-    kill_in_turn(run_embed, deaths, tmp_path / "encoder", tmp_path / "killed" / "v.npy")
-    names = ["v.ids.json", "v.npy", "v.spans.npy"]
-    assert_same_files(tmp_path, *names)
-    assert files(tmp_path / "whole") == names
 
 
 def assert_same_files(folder: Path, *names: str) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pyarrow import parquet
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = "--steps 2 --test-lengths 8 16 --test-bytes 64"
@@ -177,8 +178,8 @@ def test_the_existing_model_is_the_definition():
     torch.testing.assert_close(ours, theirs)
 
 
-def write_corpus(folder, num_files):
-    """An encoder, and the files of a corpus for it."""
+def write_corpus(folder):
+    """An encoder, and the file of a corpus for it."""
     from linbias.data.tokenizers import byte_tokenizer
     from linbias.models import LinbiasBertConfig, LinbiasBertModel
 
@@ -186,68 +187,35 @@ def write_corpus(folder, num_files):
     config = LinbiasBertConfig(vocab_size=256, **sizes)
     LinbiasBertModel(config).save_pretrained(folder / "encoder")
     byte_tokenizer().save(folder / "encoder")
-    files = [folder / f"part-{number}.jsonl" for number in range(num_files)]
-    for number, file in enumerate(files):
-        lines = [json.dumps({"text": f"text {i} of {number}", "id": i}) for i in range(3)]
-        file.write_text("\n".join(lines))
-    return files
+    file = folder / "corpus.jsonl"
+    file.write_text("\n".join(json.dumps({"text": f"text {i}"}) for i in range(5)))
+    return file
 
 
 def test_a_corpus_is_embedded_with_its_passages(tmp_path):
-    from linbias.models import embed, read_documents
+    from linbias.models import embed
 
-    (file,) = write_corpus(tmp_path, 1)
-    words = [tmp_path / "encoder", tmp_path / "vectors", file, "--spans", 4]
-    assert load("embed_many").main([*map(str, words)]) == [tmp_path / "vectors" / "part-0.npy"]
-    expected = embed(tmp_path / "encoder", read_documents([file]), spans=4).span_vectors
-    found = np.load(tmp_path / "vectors" / "part-0.spans.npy")
-    assert np.array_equal(found, np.concatenate(expected))
-
-
-def test_ray_that_is_not_installed_is_asked_for(tmp_path, monkeypatch, capsys):
-    example = load("embed_many")
-    monkeypatch.setattr(example, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        example.main(["encoder", str(tmp_path / "vectors"), "a.jsonl", "--ray", "2"])
-    assert "--ray: needs ray, which is not installed: pip install" in capsys.readouterr().err
-    assert not (tmp_path / "vectors").exists()
+    file, made = write_corpus(tmp_path), tmp_path / "vectors"
+    words = [str(word) for word in (tmp_path / "encoder", made, file, "--spans", 4)]
+    (written,) = load("embed_many").main(words)
+    assert load("embed_many").main(words) == []  # it is there
+    columns = parquet.read_table(written).to_pydict()
+    for one, *found in zip(
+        embed(tmp_path / "encoder", columns["text"], spans=4),
+        *(columns[name] for name in ("vector", "spans", "span_vectors")),
+        strict=True,
+    ):
+        assert [[*map(list, one.spans)], len(columns["text"])] == [found[1], 5]
+        np.testing.assert_allclose(found[0], one.vector, atol=1e-6)
+        np.testing.assert_allclose(found[2], one.span_vectors, atol=1e-6)
 
 
 @pytest.mark.processes
-def test_workers_of_ray_share_a_corpus(tmp_path):
-    pytest.importorskip("ray")
-    from linbias.models import embed, read_documents
-
-    files = write_corpus(tmp_path, 3)
-    words = [tmp_path / "encoder", tmp_path / "vectors", *files, "--ray", 2]
-    made = load("embed_many").main([*map(str, words)])
-    assert made == [tmp_path / "vectors" / f"{file.stem}.npy" for file in files]
-    for file, output in zip(files, made, strict=True):
-        alone = embed(tmp_path / "encoder", read_documents([file])).vectors
-        np.testing.assert_allclose(np.load(output), alone, atol=1e-6)
-
-
-@pytest.mark.processes
-def test_processes_share_a_corpus_and_go_on_where_they_were_stopped(tmp_path):
-    from linbias.models import embed, read_documents
-
-    files = write_corpus(tmp_path, 5)
-    vectors = tmp_path / "vectors"
+def test_processes_share_a_corpus(tmp_path):
+    file, made = write_corpus(tmp_path), tmp_path / "vectors"
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = [*launch, EXAMPLES / "embed_many.py", tmp_path / "encoder", vectors]
-
-    def start(*given):
-        command = [sys.executable, *words, *given]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return sorted(re.findall(r"rank \d: [^,]*jsonl", done.stdout))
-
-    assert start(*files[:2]) == [f"rank {i}: {files[i]}" for i in range(2)]
-    written = {path: path.stat().st_mtime_ns for path in vectors.iterdir()}
-    # The next start finds two files, and its two processes share what is left of their own.
-    assert start(*files) == sorted(f"rank {i % 2}: {files[i]}" for i in range(2, 5))
-    assert all(path.stat().st_mtime_ns == time for path, time in written.items())
-    assert load("embed_many").main([*map(str, (tmp_path / "encoder", vectors, *files))]) == []
-    for file in files:
-        alone = embed(tmp_path / "encoder", read_documents([file])).vectors
-        np.testing.assert_allclose(np.load(vectors / f"{file.stem}.npy"), alone, atol=1e-6)
-    assert not list(vectors.glob("*.partial"))
+    command = [*launch, EXAMPLES / "embed_many.py", tmp_path / "encoder", made, file]
+    subprocess.run([sys.executable, *command], check=True, capture_output=True)
+    texts = [parquet.read_table(path).to_pydict()["text"] for path in sorted(made.iterdir())]
+    assert [len(rows) for rows in texts] == [3, 2]
+    assert [text for rows in texts for text in rows] == [f"text {i}" for i in range(5)]

@@ -103,7 +103,6 @@ def write_existing_models(folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
-    import gguf_files
     from linbias.data.tokenizers import byte_tokenizer
     from linbias.models import LinbiasBertConfig, LinbiasBertForMaskedLM
     from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
@@ -133,10 +132,6 @@ def write_existing_models(folder: Path) -> None:
     for name, model in decoders.items():
         model.save_pretrained(folder / name)
         byte_tokenizer().save(folder / name)
-    tokens = [*"abcdefghijklmnopqrstuvwxyz0123456789", "ab"]
-    vocabulary = {"model": "gpt2", "pre": "bloom", "tokens": tokens, "merges": ["a b"]}
-    said = {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
-    gguf_files.write(folder / "bloom-560m.Q8_0.gguf", *gguf_files.model("bloom", **said), "Q8_0")
     sizes = {**decoder, "num_attention_heads": 4, "num_hidden_layers": 1}
     config = LinbiasBertConfig(**sizes, intermediate_size=48)
     weights = dict(LinbiasBertForMaskedLM(config).state_dict())

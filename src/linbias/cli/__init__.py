@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from linbias.cli import encoders, models, start, streams
+from linbias.cli import models, paper, start, streams
 from linbias.cli.console import new_group, out
-from linbias.paper import command as paper
 
 # To add a command, write a function and its line here. An option that another command has keeps
 # its name (`options.py`); tests/cli/test_cli_options.py lists the names, tests/cli/test_cli.py the
@@ -27,8 +26,7 @@ for name, panel, command in (
     ("evaluate", "Models", models.evaluate),
     ("generate", "Models", models.generate),
     ("windows", "Models", streams.windows),
-    ("embed", "Models", encoders.embed),
-    ("convert", "Models", encoders.convert),
+    ("convert", "Models", models.convert),
 ):
     app.command(name, rich_help_panel=panel)(command)
 app.add_typer(paper.app, name="paper", rich_help_panel="The paper")

@@ -22,7 +22,7 @@ from linbias.cli.tables import NumberTable
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
-_RESUMABLE = ("train", "extrapolate", "embed", "run")
+_RESUMABLE = ("train", "extrapolate", "run")
 
 # Arguments of commands, and what the functions behind them call the same in their errors.
 _ALSO_CALLED = {
@@ -41,7 +41,6 @@ _ALSO_CALLED = {
 _READERS = {
     **dict.fromkeys(("load_corpus", "read_text", "stream_text"), "corpus"),
     **dict.fromkeys(("read_data", "read_ids"), "data"),
-    "read_documents": "files",
 }
 
 

@@ -1,13 +1,13 @@
-"""The commands for language models: train, evaluate, generate."""
+"""The commands for models: train, evaluate, generate, convert."""
 
 import math
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
 from rich.markup import escape
 
-from linbias._run.neighbours import considerate
 from linbias.cli import options, presets
 from linbias.cli.console import (
     bar,
@@ -37,7 +37,6 @@ _ENDLESS = "Write in constant memory: without an end, unless -n is given. Ctrl-C
 
 
 @options.with_training_fields()
-@considerate()
 def train(
     output: options.RunFolder = Path("output/train"),
     preset: options.Experiment = None,
@@ -152,7 +151,6 @@ def _settings(
     return TrainSettings(**{**chosen.training, **own})
 
 
-@considerate()
 def evaluate(
     model: options.Model,
     length: Annotated[
@@ -243,7 +241,6 @@ def _scale_in_words(scale: float | str | None) -> str:
     return scale if isinstance(scale, str) else "as trained" if scale is None else f"x {scale:g}"
 
 
-@considerate()
 def generate(
     model: options.Model,
     prompt: Annotated[str | None, option(_PROMPT, "--prompt", "-p")] = None,
@@ -285,3 +282,27 @@ def generate(
     )
     if as_json:
         print_json({"model": model, "prompt": text_before, "text": text})
+
+
+def convert(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of jina-embeddings-v2, MosaicBERT or DNABERT-2.")
+    ],
+    output: options.NewFolder,
+    back: Annotated[
+        bool, option("Write the form that the original code reads.", "--back")
+    ] = False,
+) -> None:
+    """Turn an existing ALiBi encoder into a folder that Transformers loads without remote code.
+
+    After [bold]linbias.models.install()[/] the Auto classes load it, SentenceTransformer those of
+    jina; [bold]linbias.models.embed[/] makes vectors of whole documents with them.
+
+    \b
+    [dim]linbias convert jina-embeddings-v2-base-en -o jina[/]
+    [dim]linbias convert jina -o original --back[/]
+    """
+    from linbias.models import convert as run
+
+    run(folder, output, back=back)
+    print_path("model in", output)

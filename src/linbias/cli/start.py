@@ -14,7 +14,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from linbias._run.neighbours import considerate
 from linbias.cli import options, presets
 from linbias.cli.console import err, out, print_json, print_path
 from linbias.cli.options import option
@@ -179,7 +178,6 @@ def bias(
         out.print()
 
 
-@considerate()
 def explore(
     model: Annotated[
         str | None,
@@ -209,7 +207,7 @@ def explore(
     [dim]linbias explore --no-open -o explore.html[/]
     """
     from linbias._run.files import write_whole
-    from linbias.explore import page, read_model, read_results
+    from linbias.explore import page, read_model
 
     if output.is_dir():
         raise ValueError(f"explore: --output must be a file, got the folder {output}")
@@ -221,7 +219,12 @@ def explore(
         shown = read_model(model, text, limit_tokens=limit_tokens)
         if not results and Path(model, "results.json").is_file():
             results = [Path(model)]  # of the run that MODEL is
-    content = page(results=read_results(results) if results else None, model=shown).encode()
+    runs = None
+    if results:
+        from linbias.lm import read_results
+
+        runs = read_results(results)
+    content = page(results=runs, model=shown).encode()
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, content)
     print_path("page:", output)
@@ -232,7 +235,6 @@ def explore(
 @options.with_training_fields(
     "accumulation", "validate_steps", "seed", batch_size=_DEFAULTS.training.batch_size
 )
-@considerate()
 def extrapolate(
     output: options.RunFolder = Path("output/extrapolate"),
     preset: options.Experiment = None,

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import numpy as np
 from rich.markup import escape
 
-from linbias._run.neighbours import considerate
 from linbias.cli import options
 from linbias.cli.console import bar, err, out, print_json, print_path
 from linbias.schedules import written
@@ -17,7 +16,6 @@ _MOST_HEADS = 12  # a column each, up to here
 _PLOTS = (".svg", ".png")
 
 
-@considerate()
 def windows(
     model: options.Model,
     tolerance: Annotated[

@@ -2,7 +2,7 @@
 
 Its files:
 
-    data.py      the chapter's example; results.py: runs; model.py, reading.py: models on a text
+    data.py      the chapter's example, the README's run; model.py, reading.py: a model on a text
     vectors.py   q, k and v for texts of the reader's
     bundle.py    the modules of js/ as one script: start.js (a file) and widget.js (a notebook)
                  start page.js, *_view.js are its views, card.js is a slope for the documentation
@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from linbias import _extras
 from linbias.explore import data, frame
 from linbias.explore.bundle import bundle, read_style
-from linbias.explore.results import default
-from linbias.explore.results import read as read_results
 from linbias.explore.static import static_part
 from linbias.explore.vectors import vectors
 
 if TYPE_CHECKING:
     from linbias.explore.notebook import Explorer
 
-__all__ = ["page", "read_model", "read_results", "vectors", "widget"]
+__all__ = ["page", "read_model", "vectors", "widget"]
 
 
 def page(
@@ -39,8 +37,8 @@ def page(
     """Write the explorer as one HTML file: text, data, style and script, nothing left to load.
 
     Args:
-        results: What the comparison of methods shows, from `read_results`; None shows the
-            README's.
+        results: What the comparison of methods shows, from `linbias.lm.read_results`; None shows
+            the README's.
         model: What the view of a trained model shows, from `read_model`; None leaves that view
             out.
         docs: Address of the documentation, for a page that stands in it.
@@ -55,7 +53,7 @@ def page(
         >>> page()[:15]
         '<!DOCTYPE html>'
     """
-    shown = frame.content_of(default() if results is None else results, model, docs)
+    shown = frame.content_of(data.results() if results is None else results, model, docs)
     return frame.html(shown, static_part())
 
 
@@ -83,7 +81,7 @@ def widget(
     _extras.require("linbias.explore.notebook")
     from linbias.explore.notebook import Explorer
 
-    shown = frame.content_of(default() if results is None else results, model)
+    shown = frame.content_of(data.results() if results is None else results, model)
     return Explorer(data=frame.to_json(shown), state=state)
 
 

@@ -1,6 +1,9 @@
-"""What Python puts into the page: the chapter's example, links, and what methods look like."""
+"""What Python puts into the page: the chapter's example, the README's run, links, and what methods
+look like.
+"""
 
-from importlib import metadata
+import json
+from importlib import metadata, resources
 from typing import Any
 
 from linbias.example import TOKENS, K, Q, V
@@ -44,6 +47,16 @@ def methods() -> dict[str, dict[str, Any]]:
         }
         for name, method in METHODS.items()
     }
+
+
+def results() -> dict[str, Any]:
+    """The run that the README shows, in the form of `linbias.lm.read_results`.
+
+    It travels with the package as results.json, which evidence/runs/update_readme.py writes, so
+    that the page needs neither PyTorch nor a run.
+    """
+    text = resources.files("linbias.explore").joinpath("results.json").read_text(encoding="utf-8")
+    return {"runs": [json.loads(text)]}
 
 
 def example() -> dict[str, Any]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from linbias.lm.evaluation import evaluate
     from linbias.lm.extrapolation import extrapolate
     from linbias.lm.generation import generate
+    from linbias.lm.report.summary import read_results
     from linbias.lm.settings import ExtrapolateSettings, TrainSettings
     from linbias.lm.streaming import StreamScorer, stream
     from linbias.lm.training import train
@@ -23,6 +24,7 @@ __all__ = [
     "evaluate",
     "extrapolate",
     "generate",
+    "read_results",
     "stream",
     "train",
 ]
@@ -34,6 +36,7 @@ _MODULES = {
     "evaluate": "evaluation",
     "extrapolate": "extrapolation",
     "generate": "generation",
+    "read_results": "report.summary",
     "stream": "streaming",
     "train": "training",
 }

@@ -16,7 +16,6 @@ from linbias.lm.checkpoints import open_model
 from linbias.lm.streaming import stream as stream_tokens
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
 from linbias.models.loading import Files, encode, load_tokenizer
-from linbias.models.prepacked import prepack
 from linbias.models.window_cache.cache import WindowCache
 
 LONG = 200  # a prompt with more characters is not printed again
@@ -129,8 +128,8 @@ def _opened(
         raise ValueError(
             f"generate: temperature and top_k must be at least 0, got {temperature}, {top_k}"
         )
-    files, loaded = open_model("generate", path, "path")
-    model, tokenizer = prepack(loaded), load_tokenizer(files)
+    files, model = open_model("generate", path, "path")
+    tokenizer = load_tokenizer(files)
     if not model.can_generate():
         raise ValueError(
             f"generate: path must hold a causal model, got {path}, which tells masked tokens from "

@@ -34,7 +34,6 @@ from linbias.lm.checkpoints import Checkpoints
 from linbias.lm.memory import PeakMemory
 from linbias.lm.watch import ProgressBar, StopWatch
 from linbias.models.loading import no_bars
-from linbias.models.prepacked import keep_freed_memory
 from linbias.torch import context_parallel
 
 _WRITER = "inline_container|PytorchStreamWriter"  # in each error of PyTorch's writer
@@ -254,7 +253,6 @@ class Run(ABC):
         trainer = self.trainer([*own, *callbacks, stop])
         trainer.remove_callback(PrinterCallback)
         newest = self.checkpoints.latest()
-        keep_freed_memory()
         try:
             with PeakMemory(trainer.args.device) as memory, bar:
                 with stop if trainer.args.world_size == 1 else nullcontext():

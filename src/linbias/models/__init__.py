@@ -1,11 +1,11 @@
 """Models with ALiBi: those of every family, and models to train.
 
-`load` reads a folder, a GGUF file or a name of the Hugging Face Hub; `fuse` and `unfuse` take a
-BLOOM, Falcon or MPT model at hand; `prepack` has any of them read faster on a CPU; `embed` makes
-vectors of documents; `convert` writes encoders as folders that Transformers reads alone;
-`WindowCache` reads endless texts. `LinbiasForCausalLM`, `LinbiasForMaskedLM` and
-`LinbiasForConditionalGeneration` are models to train. Importing this changes nothing in
-Transformers; `install` makes the families known to its Auto classes.
+`load` reads a folder or a name of the Hugging Face Hub; `fuse` and `unfuse` take a BLOOM, Falcon
+or MPT model at hand; `embed` makes vectors of documents and their passages; `convert` writes
+encoders as folders that Transformers reads alone; `WindowCache` reads endless texts.
+`LinbiasForCausalLM`, `LinbiasForMaskedLM` and `LinbiasForConditionalGeneration` are models to
+train. Importing this changes nothing in Transformers; `install` makes the families known to its
+Auto classes.
 """
 
 # ruff: noqa: F401  # not all that is made here is listed below
@@ -18,9 +18,7 @@ from linbias.models.convert import convert
 from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
 from linbias.models.decoder.linbias import LinbiasForCausalLM, LinbiasForMaskedLM, LinbiasModel
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration, LinbiasSeq2SeqModel
-from linbias.models.embedding.documents import Document, read_documents
-from linbias.models.embedding.embed import embed
-from linbias.models.embedding.vectors import Embedded
+from linbias.models.embed import Embedded, embed
 from linbias.models.encoders.bert import (
     LinbiasBertForMaskedLM,
     LinbiasBertForSequenceClassification,
@@ -31,12 +29,10 @@ from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.families import install
 from linbias.models.fused import fuse, unfuse
 from linbias.models.loading import load, load_tokenizer
-from linbias.models.prepacked import prepack
 from linbias.models.window_cache.cache import WindowCache
 
 # What a program calls. The other names above are those of models that `load` and training make.
 __all__ = [
-    "Document",
     "LinbiasConfig",
     "LinbiasForCausalLM",
     "LinbiasForConditionalGeneration",
@@ -49,6 +45,5 @@ __all__ = [
     "install",
     "load",
     "load_tokenizer",
-    "prepack",
     "unfuse",
 ]

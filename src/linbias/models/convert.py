@@ -47,11 +47,6 @@ def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> No
     folder, output = Path(folder), Path(output)
     refuse_model_in(output, "convert")
     files = Files.at("convert", folder)
-    if files.gguf is not None:
-        raise ValueError(
-            f"convert: folder must be a folder, got the file {str(folder)!r} "
-            "(load(file).save_pretrained(folder) makes one of it)"
-        )
     names = set(files.look_at_weights())
     family = find_family(files.settings, names)
     config = None if family is None else family.read_config(files.settings, names)

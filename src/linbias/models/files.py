@@ -21,7 +21,6 @@ from transformers.utils import cached_file
 from linbias._run.files import check_writable, move_into_place
 from linbias._run.hub import answers
 from linbias.models.fields import check_num_labels
-from linbias.models.gguf.file import GgufFile
 
 Weights = dict[str, Tensor]  # by name; of a folder that is only looked at, on the device "meta"
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -35,7 +34,6 @@ class Files:
     name: str
     settings: Mapping[str, Any]
     local_files_only: bool
-    gguf: GgufFile | None = None  # the file that is all there is, instead of a folder
 
     @classmethod
     def at(cls, caller: str, folder: "str | Path | Files", argument: str = "folder") -> "Files":
@@ -44,12 +42,15 @@ class Files:
             return folder
         name, is_here = str(folder), Path(folder).exists()
         if name.endswith(".gguf") and not Path(folder).is_dir():
-            return cls._of_gguf(caller, name, argument)
+            raise ValueError(
+                f"{caller}: {argument} must be a folder, got the GGUF file {name!r}: Transformers"
+                " reads those of BLOOM (from_pretrained(folder, gguf_file=name), then fuse), and"
+                " other families are loaded from their original folders"
+            )
         may_be_id = not is_here and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
         if not may_be_id and not Path(folder, "config.json").is_file():
-            more = " (name one of its GGUF files)" if any(Path(folder).glob("*.gguf")) else ""
             raise ValueError(
-                f"{caller}: {argument} must be a folder with a config.json, got {name!r}{more}"
+                f"{caller}: {argument} must be a folder with a config.json, got {name!r}"
             )
         found = cls(name, {}, is_here or not answers())
         with one_error(caller, name):
@@ -66,14 +67,6 @@ class Files:
                 raise ValueError(f"config.json must hold a JSON object, got {settings!r:.40}")
             check_num_labels("config.json", settings)
         return replace(found, settings=settings)
-
-    @classmethod
-    def _of_gguf(cls, caller: str, name: str, argument: str) -> "Files":
-        if not Path(name).is_file():
-            raise ValueError(f"{caller}: {argument} must be a folder or a file, got {name!r}")
-        with one_error(caller, name):
-            gguf = GgufFile.at(Path(name))
-            return cls(name, gguf.settings, True, gguf)
 
     @property
     def model_type(self) -> object:
@@ -104,14 +97,10 @@ class Files:
 
     def look_at_weights(self) -> Weights:
         """The weights by name, without their numbers: on the device "meta"."""
-        if self.gguf is not None:
-            return self.gguf.look()
         return self._read(_look_at, "meta")
 
-    def read_weights(self, dtype: torch.dtype = torch.float32) -> Weights:
-        """The weights by name, on the CPU; those that a GGUF file holds in 8 bits as `dtype`."""
-        if self.gguf is not None:
-            return self.gguf.read(dtype)
+    def read_weights(self) -> Weights:
+        """The weights by name, on the CPU."""
         return self._read(load_file, "cpu")
 
     def _read(self, read_safetensors: Callable[[Path], Weights], device: str) -> Weights:

@@ -1,4 +1,4 @@
-"""`load`: models and their tokenizers, of a folder, a GGUF file or the Hub, or one clear error.
+"""`load`: models and their tokenizers, of a folder or the Hub, or one clear error.
 
     name -> files -> config.json, once -> family -> names and shapes of weights -> model, fused
 
@@ -60,13 +60,12 @@ def load(
 
     Args:
         folder: With config.json and weights (safetensors, or a pickle that is read with
-            weights_only); or a GGUF file with weights in F32, F16, BF16 or Q8_0; what is no folder
-            here is the name of a model on the Hugging Face Hub.
+            weights_only); what is no folder here is the name of a model on the Hugging Face Hub.
         task: What is made of the weights: "causal", "masked" or "seq2seq" give logits, "sequence"
             and "token" classify, "base" is the model without a head. None: what the folder was
             made for; an encoder without a head.
         device: None: the first CUDA device, or else the CPU.
-        dtype: Of the weights, as such or by name; None: as they are stored, float32 for Q8_0.
+        dtype: Of the weights, as such or by name; None: as they are stored.
             `torch_dtype` is its former name.
         new_head: Start what a task adds to the model from fresh weights if the folder lacks it.
         changes: For BLOOM, Falcon and MPT options of `fuse`, such as rounding; else, and beside
@@ -144,10 +143,10 @@ def _load(
     _check_fit(files.name, wanted, given, new_head)
     floating = (x for x in given.values() if x.is_floating_point())
     dtype = dtype or max(floating, key=Tensor.numel).dtype
-    if family.rename is None and files.gguf is None:
+    if family.rename is None:
         model = kind.from_pretrained(files.name, config=config, dtype=dtype, **files.options)
     else:
-        weights = files.read_weights(dtype)
+        weights = files.read_weights()
         weights = _aligned(wanted, weights if family.rename is None else family.rename(weights))
         if "decoder.weight" in weights:
             raise ValueError(
@@ -194,13 +193,10 @@ def load_tokenizer(folder: str | Path | Files) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model; a ValueError says that there is none, or it is not readable.
 
     Args:
-        folder: As for `load`. The vocabulary of a GGUF file must be one that is rebuilt exactly:
-            byte pairs cut as in GPT-2, MPT, JAIS or BLOOM, or the word pieces of BERT.
+        folder: As for `load`.
     """
     files = Files.at("load_tokenizer", folder)
     with one_error("load_tokenizer", files.name):
-        if files.gguf is not None:
-            return files.gguf.tokenizer()
         family = find_family(files.settings, set())
         writer = None if family is None else family.needs_tokenizer_json
         if writer is not None and not Path(files.name, "tokenizer.json").is_file():
@@ -363,8 +359,7 @@ def _report(
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             found.append(f"{what} {shown} ({len(names)} in all){then}")
     if found:
-        source = "metadata" if folder.endswith(".gguf") else "config.json"
-        raise ValueError(f"load: {folder!r} must fit its {source}, but {'; '.join(found)}")
+        raise ValueError(f"load: {folder!r} must fit its config.json, but {'; '.join(found)}")
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from linbias._run.files import write_whole
 from linbias.explore import frame
-from linbias.explore.results import summary
 from linbias.explore.static import scrolling_table
 from linbias.lm.report import figures, findings
 from linbias.lm.report.records import ExtrapolationResults
+from linbias.lm.report.summary import summary
 from linbias.methods import METHODS
 
 

@@ -15,7 +15,6 @@ from linbias.models import fields
 from linbias.models.decoder import decoder
 from linbias.models.decoder.linbias import LinbiasForCausalLM
 from linbias.models.decoder.positions import Alibi
-from linbias.models.snapshot import Snapshot
 
 _BAICHUAN2_VOCABULARY = 125_696
 
@@ -137,23 +136,12 @@ class BaichuanModel(decoder.Decoder, BaichuanPreTrainedModel):
 
 
 class NormHead(nn.Linear):
-    """The product with weights whose rows have norm 1; norms are kept while not training."""
-
-    _kept: tuple[Snapshot, Tensor] | None = None
+    """The product with weights whose rows have norm 1."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.weight) / self._norms().to(hidden.dtype)
-
-    def _norms(self) -> Tensor:
-        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self._compute()
-        if self._kept is None or not self._kept[0].shows(self.weight):
-            self._kept = Snapshot(self.weight), self._compute()
-        return self._kept[1]
-
-    def _compute(self) -> Tensor:
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        return torch.linalg.vector_norm(self.weight, dim=-1, dtype=wide).clamp(min=1e-12)
+        norms = torch.linalg.vector_norm(self.weight, dim=-1, dtype=wide).clamp(min=1e-12)
+        return linear(hidden, self.weight) / norms.to(hidden.dtype)
 
 
 class BaichuanForCausalLM(BaichuanPreTrainedModel, decoder.GenerationMixin):

@@ -27,7 +27,6 @@ from linbias.models.fused.family import (
     make_mask,
     restore_calls,
 )
-from linbias.models.prepacked import unpack
 
 FAMILIES = dict(zip(MODEL_TYPES, (bloom.FAMILY, falcon.FAMILY, mpt.FAMILY), strict=True))
 _BY_BODY: dict[type[nn.Module], Family] = {family.body: family for family in FAMILIES.values()}
@@ -45,11 +44,11 @@ def fuse(
     """Run attention of a BLOOM, Falcon (`alibi=True`) or MPT model on `linbias.torch.attention`.
 
     The model is changed in place, and no other; its weights and their names stay. Around
-    attention runs Transformers' own code, but for the GELU, in one pass. Training, gradient
-    checkpointing, padding (also between tokens), caches and `generate` work as before, for any
-    length. Weights of attention (`output_attentions`) are computed beside it. Packed rows
-    (`position_ids` that start anew, `cu_seq_lens_q`, `seq_idx`) and masks [B, 1, T, S] are read
-    as those of `LinbiasForCausalLM`, outside of compiled graphs. `unfuse` undoes it.
+    attention runs Transformers' own code. Training, gradient checkpointing, padding (also between
+    tokens), caches and `generate` work as before, for any length. Weights of attention
+    (`output_attentions`) are computed beside it. Packed rows (`position_ids` that start anew,
+    `cu_seq_lens_q`, `seq_idx`) and masks [B, 1, T, S] are read as those of `LinbiasForCausalLM`,
+    outside of compiled graphs. `unfuse` undoes it.
 
     Args:
         model: With any head, or a body alone. Wrappers such as PEFT's may be around it.
@@ -146,7 +145,6 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
         )
     if not any(body.config._attn_implementation == NAME for body, _ in bodies):
         raise ValueError("unfuse: model must be fused, got one that is not")
-    unpack(model)
     for body, family in bodies:
         before = vars(body).pop("unfused_implementation", _default(body))
         if mpt.always_fused(body.config):

@@ -9,7 +9,6 @@ from transformers.models.bloom import modeling_bloom as reference
 
 from linbias.models.decoder.layout import TokenLayout
 from linbias.models.fused.family import Attended, Bias, Family, FusedAttention, Options
-from linbias.models.prepacked import linear_gelu
 from linbias.schedules import slopes
 
 
@@ -34,16 +33,6 @@ class FusedBloomAttention(FusedAttention, reference.BloomAttention):
         return q, k, v
 
 
-class FusedBloomMLP(reference.BloomMLP):
-    """Its GELU is one step with the layer before it; the reference's takes eight passes."""
-
-    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
-        if self.pretraining_tp > 1 and self.slow_but_exact:  # in slices
-            return super().forward(hidden_states, residual)
-        output = self.dense_4h_to_h(linear_gelu(self.dense_h_to_4h, hidden_states, "tanh"))
-        return reference.dropout_add(output, residual, self.hidden_dropout, self.training)
-
-
 def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     return (slopes * positions).to(dtype)
 
@@ -62,7 +51,7 @@ FAMILY = Family(
     attention=reference.BloomAttention,
     arguments="self hidden_states residual alibi attention_mask layer_past use_cache "
     "output_attentions kwargs",
-    fused={reference.BloomAttention: FusedBloomAttention, reference.BloomMLP: FusedBloomMLP},
+    fused={reference.BloomAttention: FusedBloomAttention},
     bias=bias,
     num_heads_name="num_heads",
 )

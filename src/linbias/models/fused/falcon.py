@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
 from transformers import Cache, FalconConfig
 from transformers.models.falcon import modeling_falcon as reference
 
 from linbias.models.decoder.layout import TokenLayout
 from linbias.models.fused.family import Attended, Bias, Family, FusedAttention, Options
-from linbias.models.prepacked import linear_gelu
 from linbias.schedules import slopes
 
 
@@ -38,15 +36,6 @@ class FusedFalconAttention(FusedAttention, reference.FalconAttention):
         *queries, k, v = by_group.transpose(1, 2).unbind(3)  # each [B, G, T, D]
         q = queries[0] if len(queries) == 1 else torch.stack(queries, dim=2).flatten(1, 2)
         return q, k, v
-
-
-class FusedFalconMLP(reference.FalconMLP):
-    """A GELU, which falcon-rw has, is one step with the layer before it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if getattr(self.act, "act", None) is not gelu:
-            return super().forward(x)
-        return self.dense_4h_to_h(linear_gelu(self.dense_h_to_4h, x, "none"))
 
 
 def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -72,7 +61,7 @@ FAMILY = Family(
     attention=reference.FalconAttention,
     arguments="self hidden_states alibi attention_mask position_ids layer_past use_cache "
     "output_attentions position_embeddings kwargs",
-    fused={reference.FalconAttention: FusedFalconAttention, reference.FalconMLP: FusedFalconMLP},
+    fused={reference.FalconAttention: FusedFalconAttention},
     bias=bias,
     num_heads_name="num_heads",
 )

@@ -39,7 +39,6 @@ from linbias.models.decoder.positions import AttendOptions, LinearBias
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.decoder.text_marks import MARKS, read_marks, with_marks_in
 from linbias.models.fields import POSITIVE
-from linbias.models.prepacked import forward_name
 from linbias.torch.choice import IMPLEMENTATIONS
 
 logger = logging.get_logger(__name__)
@@ -305,7 +304,7 @@ def adapt_calls(model: Any) -> None:
     """Let a model read what Transformers' code drops, marks of texts and full masks; and refuse
     `generate_batch`, which knows Transformers' own attention alone.
     """
-    name = forward_name(model)
+    name = _forward_name(model)
     if isinstance(vars(model).get(name), partial):
         return
     signature = inspect.signature(MethodType(type(model).forward, model))
@@ -318,9 +317,14 @@ def adapt_calls(model: Any) -> None:
         vars(model)[_PAGES] = partial(refuse_pages, model)
 
 
+def _forward_name(module: nn.Module) -> str:
+    """Where a module keeps a forward of its own: accelerate's hooks call another."""
+    return "_old_forward" if "_old_forward" in vars(module) else "forward"
+
+
 def restore_calls(model: Any) -> None:
     """Undo `adapt_calls`."""
-    name = forward_name(model)
+    name = _forward_name(model)
     for replaced in (_PAGES, "generate"):
         vars(model).pop(replaced, None)
     if isinstance(vars(model).get(name), partial):

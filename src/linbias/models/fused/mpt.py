@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import dropout
 from transformers import Cache, MptConfig
 from transformers.models.mpt import modeling_mpt as reference
 from transformers.utils import logging
@@ -18,7 +17,6 @@ from transformers.utils import logging
 from linbias.models.decoder.cache import CACHE, takes_cache
 from linbias.models.decoder.layout import TokenLayout
 from linbias.models.fused.family import Attended, Bias, Family, FusedAttention, Options
-from linbias.models.prepacked import linear_gelu
 from linbias.schedules import slopes
 
 logger = logging.get_logger(__name__)
@@ -49,14 +47,6 @@ class FusedMptAttention(FusedAttention, reference.MptAttention):
         if hasattr(self, "q_ln"):
             q, k = _norm(self.q_ln, q), _norm(self.k_ln, k)
         return q, k, v
-
-
-class FusedMptMLP(reference.MptMLP):
-    """Its GELU is one step with the layer before it."""
-
-    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
-        output = self.down_proj(linear_gelu(self.up_proj, hidden_states, "none"))
-        return dropout(output, p=self.hidden_dropout, training=self.training) + residual
 
 
 class FusedMptBlock(reference.MptBlock):
@@ -163,7 +153,6 @@ FAMILY = Family(
     fused={
         reference.MptAttention: FusedMptAttention,
         reference.MptBlock: FusedMptBlock,
-        reference.MptMLP: FusedMptMLP,
     },
     bias=bias,
     num_heads_name="n_heads",

@@ -1,7 +1,5 @@
-"""What the page shows of `linbias extrapolate`: losses, findings and tables, ready for JSON.
-
-The README's run travels with the package as results.json, which evidence/runs/update_readme.py
-writes, so that the page needs neither PyTorch nor a run.
+"""What the explorer's page shows of `linbias extrapolate`: losses, findings and tables, ready for
+JSON.
 """
 
 from __future__ import annotations
@@ -9,37 +7,30 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from linbias.lm.report import findings
-    from linbias.lm.report.records import EvaluationRecord, ExtrapolationResults
+from linbias.lm.report import findings
+from linbias.lm.report.records import EvaluationRecord, ExtrapolationResults
 
 _DIGITS = 5  # decimals of a loss: what a page that draws and prints them can show
 
 
-def default() -> dict[str, Any]:
-    """Return the run that the README shows, in the form of `read`."""
-    text = resources.files("linbias.explore").joinpath("results.json").read_text(encoding="utf-8")
-    return {"runs": [json.loads(text)]}
-
-
-def read(folders: Sequence[Path]) -> dict[str, Any]:
+def read_results(folders: Sequence[Path]) -> dict[str, Any]:
     """Read the runs that `linbias extrapolate` left in folders.
 
     Args:
         folders: One or more.
 
     Returns:
-        JSON values, for `page` and `widget`: `runs`, of each what its charts show.
+        JSON values, for `page` and `widget` of `linbias.explore`: `runs`, of each what its charts
+        show.
 
     Raises:
         ValueError: A folder holds no finished run, or one that cannot be read.
 
     Example:
-        >>> page(results=read_results(["output/extrapolate"]))  # doctest: +SKIP
+        >>> linbias.explore.page(results=read_results(["output/extrapolate"]))  # doctest: +SKIP
     """
     paths = [Path(folder) for folder in folders]
     return {"runs": [summary(_read_one(path), path.resolve().name) for path in paths]}
@@ -53,8 +44,6 @@ def _read_one(folder: Path) -> ExtrapolationResults:
         if (folder / "results.jsonl").is_file():
             state = "begun and not finished: the same command continues it"
         raise ValueError(f"{rule}, got {folder} ({state})")
-    from linbias.lm.report.records import ExtrapolationResults
-
     try:
         results = ExtrapolationResults.from_dict(json.loads(path.read_bytes()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -70,8 +59,6 @@ def summary(results: ExtrapolationResults, name: str) -> dict[str, Any]:
 
     The README's run, which evidence/runs writes, has neither the sentences nor the tables.
     """
-    from linbias.lm.report import findings
-
     evaluations, pooled = results.evaluations, findings.records_by_position(results)
     groups = []
     for train_length in findings.train_lengths(evaluations):
@@ -123,8 +110,6 @@ def _line(
     pooled: Sequence[EvaluationRecord],
     longest: int,
 ) -> dict[str, Any]:
-    from linbias.lm.report import findings
-
     points = findings.curve(evaluations, method, train_length)
     same = [r for r in pooled if (r.method, r.train_length) == (method, train_length)]
     positions, bits = findings.loss_by_position(same) if same else ([], [])

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from linbias._run.neighbours import considerate
 from linbias.cli import options
 from linbias.cli.console import (
     bar,
@@ -108,7 +107,6 @@ _WORDS = {
 
 @app.command()
 @options.with_fields(Recipe, _WORDS, dict.fromkeys(_WORDS))  # None keeps the preset's value
-@considerate()
 def train(
     data: Data,
     output: options.RunFolder,
@@ -201,7 +199,6 @@ def convert(
 
 
 @app.command()
-@considerate()
 def evaluate(
     model: Annotated[
         Path, typer.Argument(help="A folder of a model, or the original's .pt file.")
@@ -249,7 +246,6 @@ def evaluate(
 
 
 @app.command()
-@considerate()
 def run(
     train: Annotated[Path, _text_file("Text to train on.")],
     valid: Annotated[Path, _text_file("Text to validate on.")],

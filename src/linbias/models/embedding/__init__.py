@@ -1,1 +1,0 @@
-"""`embed`, vectors of documents: documents.py reads these, vectors.py writes those."""

@@ -1,1 +1,0 @@
-"""Models with ALiBi in GGUF files, as llama.cpp's converter writes them."""
