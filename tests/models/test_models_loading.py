@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     GPT2Config,
@@ -25,6 +27,7 @@ from linbias.models import (
     LinbiasForCausalLM,
     families,
     files,
+    fuse,
     load,
 )
 from linbias.models.loading import Files
@@ -334,3 +337,29 @@ def test_a_folder_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "config.json").unlink()
     monkeypatch.setattr(files, "answers", None)
     assert type(load(held)) is LinbiasForCausalLM
+
+
+def test_a_gguf_file_of_bloom_is_read_by_transformers_and_fused(tmp_path: Path) -> None:
+    config = BloomConfig(vocab_size=64, hidden_size=32, n_head=4, n_layer=2, initializer_range=0.3)
+    model, ids = BloomForCausalLM(config).eval(), torch.randint(64, (1, 20))
+    file = gguf.GGUFWriter(tmp_path / "bloom.gguf", "bloom")
+    file.add_block_count(2)
+    file.add_embedding_length(32)
+    file.add_head_count(4)
+    file.add_layer_norm_eps(config.layer_norm_epsilon)
+    file.add_vocab_size(64)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BLOOM, 2)
+    for name, x in model.transformer.state_dict().items():
+        if "query_key_value" in name:  # all queries, all keys, all values
+            x = x.unflatten(0, (4, 3, 8)).transpose(0, 1).flatten(0, 2)
+        stem, _, end = name.rpartition(".")
+        stem = names.get_name(f"transformer.{stem}") or names.get_name(stem)
+        file.add_tensor(f"{stem}.{end}", x.contiguous().numpy())
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="bloom.gguf")
+    torch.testing.assert_close(fuse(read.eval())(ids).logits, model(ids).logits)
+    with pytest.raises(ValueError, match=r"load: folder must be a folder, .* Transformers reads"):
+        load(tmp_path / "bloom.gguf")
