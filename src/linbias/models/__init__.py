@@ -4,8 +4,9 @@
 BLOOM, Falcon or MPT model at hand; `prepack` has any of them read faster on a CPU; `embed` makes
 vectors of documents; `convert` writes encoders as folders that Transformers reads alone;
 `WindowCache` reads endless texts. `LinbiasForCausalLM`, `LinbiasForMaskedLM` and
-`LinbiasForConditionalGeneration` are models to train. Importing this changes nothing in
-Transformers; `install` makes the families known to its Auto classes.
+`LinbiasForConditionalGeneration` are models to train. Importing this tells
+Transformers' `Trainer` which classes predict the next token, and changes nothing else; `install`
+makes the families known to its Auto classes.
 """
 
 # ruff: noqa: F401  # not all that is made here is listed below

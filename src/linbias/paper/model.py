@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin
+from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -114,11 +114,8 @@ class PaperModel(decoder.Decoder, PaperPreTrainedModel):
         return self.layer_norm(hidden) if self.config.final_norm else hidden
 
 
-class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
+class PaperForCausalLM(PaperPreTrainedModel, decoder.CausalGenerationMixin):
     """Predict the next token; a model of Transformers whose logits are log-probabilities."""
-
-    # Tells Trainer to pass num_items_in_batch, so that accumulation weighs every token alike.
-    accepts_loss_kwargs = True
 
     def __init__(self, config: PaperConfig) -> None:
         super().__init__(config)

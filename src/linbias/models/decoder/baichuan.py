@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import GenerationMixin
 from transformers.activations import ACT2FN
 
 from linbias.models import fields
@@ -158,10 +157,9 @@ class NormHead(nn.Linear):
         return torch.linalg.vector_norm(self.weight, dim=-1, dtype=wide).clamp(min=1e-12)
 
 
-class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
+class BaichuanForCausalLM(BaichuanPreTrainedModel, decoder.CausalGenerationMixin):
     """Predict the next token. Call, loss and logits are those of `LinbiasForCausalLM`."""
 
-    accepts_loss_kwargs = True
     forward = LinbiasForCausalLM.forward
 
     def __init__(self, config: BaichuanConfig) -> None:

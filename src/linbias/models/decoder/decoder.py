@@ -6,13 +6,15 @@ modules as the family's weights are named: `linbias.py`, `baichuan.py`, `jais.py
 """
 
 from dataclasses import replace
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
 from linbias.models.decoder.attend import How, Steps, attend
@@ -296,6 +298,29 @@ class Decoder(DecoderPreTrainedModel):
             has_room=has_room,
             allows_holes=True,
         )
+
+
+class OwnGenerationMixin(GenerationMixin):
+    """A model whose head writes text."""
+
+    # Tells Trainer to pass num_items_in_batch, so that accumulation weighs every token alike.
+    accepts_loss_kwargs = True
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        # `generate` hands on the tokenizers that it was given for stop strings.
+        rest = {name: x for name, x in kwargs.items() if not name.endswith("tokenizer")}
+        prepared: dict[str, Any] = super().prepare_inputs_for_generation(*args, **rest)
+        return prepared
+
+
+class CausalGenerationMixin(OwnGenerationMixin):
+    """A model whose head predicts the next token."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Trainer's label smoothing shifts labels for classes that are named here, and no others.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
 
 def asked(

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
@@ -229,11 +228,10 @@ class ScaledLinear(nn.Linear):
         return super().forward(hidden) * self.factor
 
 
-class JaisForCausalLM(JaisPreTrainedModel, GenerationMixin):
+class JaisForCausalLM(JaisPreTrainedModel, decoder.CausalGenerationMixin):
     """Predict the next token. Call, loss and logits are those of `LinbiasForCausalLM`."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "transformer.wte.weight"}
-    accepts_loss_kwargs = True
     forward = LinbiasForCausalLM.forward
     model = property(lambda self: self.transformer)
 

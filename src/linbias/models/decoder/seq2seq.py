@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin
+from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -271,7 +271,7 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
         )
 
 
-class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationMixin):
+class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, decoder.OwnGenerationMixin):
     """Write one text, given another; the logits are those of a linear layer tied to the embedding.
 
     As `LinbiasForCausalLM`, with `DataCollatorForSeq2Seq` and `Seq2SeqTrainer`.
@@ -286,7 +286,6 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationM
     _tied_weights_keys: ClassVar[dict[str, str]] = {
         "lm_head.weight": "model.encoder.embed_tokens.weight"
     }
-    accepts_loss_kwargs = True  # as of `LinbiasForCausalLM`
 
     def __init__(self, config: LinbiasSeq2SeqConfig) -> None:
         super().__init__(config)
