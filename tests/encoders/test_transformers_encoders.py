@@ -227,6 +227,27 @@ def test_attention_weights_and_hidden_states() -> None:
 
 
 @torch.no_grad()
+def test_packed_texts_have_the_attention_weights_of_each_alone() -> None:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": SIZE, "intermediate_size": INNER}
+    config = LinbiasBertConfig(**sizes, num_attention_heads=HEADS, pooler=True)
+    model = LinbiasBertForSequenceClassification(config).eval()
+    ids, mask, types = texts()
+    numbers = torch.cat([torch.arange(4), torch.arange(15)])[None]
+    inputs = {"attention_mask": mask[1:2], "token_type_ids": types[1:2], "position_ids": numbers}
+    packed = model.encoder(ids[1:2], **inputs, output_attentions=True)
+    assert packed.pooler_output is None
+    for text in (slice(0, 4), slice(4, 12)):
+        given = {"token_type_ids": types[1:2, text], "output_attentions": True}
+        alone = model.encoder(ids[1:2, text], **given)
+        torch.testing.assert_close(packed[0][:, text], alone[0])
+        for whole, weights in zip(packed.attentions, alone.attentions, strict=True):
+            torch.testing.assert_close(whole[:, :, text, text], weights)
+            assert torch.allclose(whole[:, :, text].sum(-1), torch.ones(()))
+    with pytest.raises(ValueError, match="position_ids must mark one text in each row, got"):
+        model(ids[1:2], **inputs)
+
+
+@torch.no_grad()
 def test_the_feed_forward_part_of_many_tokens_is_computed_in_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

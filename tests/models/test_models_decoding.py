@@ -1,5 +1,6 @@
 """Decoding with a cache, padding and generation, for both families."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +9,12 @@ import torch
 from torch import Tensor
 
 import linbias.torch
+from linbias.data.tokenizers import byte_tokenizer, train_bpe
+from linbias.models import load_tokenizer
 from linbias.models.decoder.cache import GrowingLayer
 from linbias.torch import decoding
 from small_models import (
+    GREEDY,
     assert_same,
     both_families,
     build,
@@ -156,6 +160,21 @@ def test_beam_search_finds_what_exhaustive_search_finds() -> None:
         extended = torch.cat([prompt.expand(5, -1), torch.arange(5)[:, None]], dim=1)
         both = first[:, None] + model(extended).logits[:, -1].log_softmax(-1)
     assert found[0, 3:].tolist() == [int(both.argmax()) // 5, int(both.argmax()) % 5]
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, lambda: train_bpe(b"a cat, a mat, " * 9, 270)])
+def test_generating_ends_with_a_stop_string(make: Any, tmp_path: Path) -> None:
+    tokenizer = make()
+    model, ids = build(vocab_size=tokenizer.vocab_size), torch.tensor([[97, 98]])
+    model.save_pretrained(tmp_path)
+    tokenizer.save(tmp_path)
+    words = load_tokenizer(tmp_path)
+    how = GREEDY | {"suppress_tokens": list(range(128, 256))}  # no halves of characters
+    whole = model.generate(ids, **how)[0]
+    stop = next(text for text in map(words.decode, whole[3:, None]) if "\ufffd" not in text)
+    ended = model.generate(ids, **how, stop_strings=[stop], tokenizer=words)[0]
+    assert torch.equal(ended, whole[: len(ended)]) and len(ended) < len(whole)
+    assert stop in words.decode(ended[2:]) and stop not in words.decode(ended[2:-1])
 
 
 @pytest.mark.filterwarnings("ignore")

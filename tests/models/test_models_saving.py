@@ -171,6 +171,16 @@ for folder in folders:
 """
 
 
+def test_a_folder_answers_what_trl_asks_of_its_configuration(tmp_path: Path) -> None:
+    install()
+    build().save_pretrained(tmp_path / "a")
+    for here, there in (("a", "b"), ("b", "c")):
+        config = AutoConfig.from_pretrained(tmp_path / here)
+        assert config.architectures == ["LinbiasForCausalLM"] and config.auto_map == {}
+        AutoModelForCausalLM.from_pretrained(tmp_path / here).save_pretrained(tmp_path / there)
+    assert "auto_map" not in (tmp_path / "c" / "config.json").read_text()
+
+
 @pytest.mark.processes
 def test_a_folder_for_the_hub_loads_with_and_without_its_code(tmp_path: Path) -> None:
     """Registered for the Auto classes, it carries its code; after `install` that is not run."""

@@ -7,20 +7,38 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithFlattening, PreTrainedModel
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+)
 
-from linbias.models import LinbiasForMaskedLM
+from linbias.models import LinbiasBertConfig, LinbiasBertForMaskedLM, LinbiasForMaskedLM, fuse
 from linbias.models.decoder.text_marks import MARKS
 from small_models import assert_same, build, build_paper, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
+ENCODER = LinbiasBertConfig(
+    vocab_size=61,
+    hidden_size=36,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    intermediate_size=40,
+    initializer_range=0.3,
+    query_key_norm=True,
+    slope_scale="interpolate",
+    train_length=4,
+)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "alibi": build,
     "sinusoidal": lambda: build(position="sinusoidal"),
     "body": lambda: build(position="rotary").model,
     "masked": lambda: LinbiasForMaskedLM(settings(encoder_position="symmetric")).double().eval(),
     "paper": build_paper,
+    "encoder": lambda: LinbiasBertForMaskedLM(ENCODER).double().eval(),
+    "encoder's body": lambda: LinbiasBertForMaskedLM(ENCODER).encoder.double().eval(),
 }
 each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
@@ -45,7 +63,7 @@ def test_marked_texts_are_read_as_each_alone(make: Any, left_out: tuple[str, ...
     assert_same(model(**batch)[0], alone)
     ids = batch.pop("input_ids")
     batch = {name: batch[name] for name in batch if name != "cu_seq_lens_k"}
-    assert_same(model(ids, None, batch.pop("position_ids", None), **batch)[0], alone)
+    assert_same(model(ids, None, **batch)[0], alone)
 
 
 @torch.no_grad()
@@ -71,7 +89,8 @@ def test_rows_have_marks_of_their_own_and_padding_has_none() -> None:
 
 
 def test_trainer_keeps_columns_with_marks() -> None:
-    for make in MODELS.values():
+    small = BloomConfig(vocab_size=61, hidden_size=32, n_head=4, n_layer=1)
+    for make in (*MODELS.values(), lambda: fuse(BloomForCausalLM(small))):
         taken = inspect.signature(make().forward).parameters
         assert {"input_ids", "position_ids", *MARKS} <= set(taken)
 

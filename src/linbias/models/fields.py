@@ -141,7 +141,11 @@ class CheckedConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
-        return super().from_dict({**config_dict, _OF_A_FILE: True}, **options)
+        # TRL asks a model that is none of Transformers' own for its `auto_map`.
+        return super().from_dict({"auto_map": {}, **config_dict, _OF_A_FILE: True}, **options)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: x for name, x in super().to_dict().items() if (name, x) != ("auto_map", {})}
 
     def __post_init__(self, **others: Any) -> None:
         """Take the fields that are none of the family's, if Transformers knows them."""

@@ -120,11 +120,8 @@ class PaperModel(decoder.Decoder, PaperPreTrainedModel):
         return self.layer_norm(hidden) if self.config.final_norm else hidden
 
 
-class PaperForCausalLM(PaperPreTrainedModel, decoder.GenerationMixin):
+class PaperForCausalLM(PaperPreTrainedModel, decoder.CausalGenerationMixin):
     """Predict the next token; a model of Transformers whose logits are log-probabilities."""
-
-    # Tells Trainer to pass num_items_in_batch, so that accumulation weighs every token alike.
-    accepts_loss_kwargs = True
 
     def __init__(self, config: PaperConfig) -> None:
         super().__init__(config)

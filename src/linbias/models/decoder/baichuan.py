@@ -144,10 +144,9 @@ class NormHead(nn.Linear):
         return linear(hidden, self.weight) / norms.to(hidden.dtype)
 
 
-class BaichuanForCausalLM(BaichuanPreTrainedModel, decoder.GenerationMixin):
+class BaichuanForCausalLM(BaichuanPreTrainedModel, decoder.CausalGenerationMixin):
     """Predict the next token. Call, loss and logits are those of `LinbiasForCausalLM`."""
 
-    accepts_loss_kwargs = True
     forward = LinbiasForCausalLM.forward
 
     def __init__(self, config: BaichuanConfig) -> None:

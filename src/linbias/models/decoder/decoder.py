@@ -6,6 +6,7 @@ modules as the family's weights are named: `linbias.py`, `baichuan.py`, `jais.py
 """
 
 from dataclasses import replace
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
 from linbias.models.decoder.attend import How, Steps, attend
@@ -144,8 +146,18 @@ def use_given_cache(caller: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 class GenerationMixin(transformers.GenerationMixin):
     """`generate` of Transformers, which asks for this name; a cache that is given is used."""
 
+    # Tells Trainer to pass num_items_in_batch, so that accumulation weighs every token alike.
+    accepts_loss_kwargs = True
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         return super().generate(*args, **use_given_cache(type(self).__name__, kwargs))
+
+    @wraps(transformers.GenerationMixin.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        # `generate` hands on the tokenizers that it was given for stop strings.
+        rest = {name: x for name, x in kwargs.items() if not name.endswith("tokenizer")}
+        prepared: dict[str, Any] = super().prepare_inputs_for_generation(*args, **rest)
+        return prepared
 
 
 class DecoderPreTrainedModel(PreTrainedModel):
@@ -316,6 +328,15 @@ class Decoder(DecoderPreTrainedModel):
             has_room=has_room,
             allows_holes=True,
         )
+
+
+class CausalGenerationMixin(GenerationMixin):
+    """A model whose head predicts the next token."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Trainer's label smoothing shifts labels for classes that are named here, and no others.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
 
 def asked(

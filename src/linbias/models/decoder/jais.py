@@ -236,11 +236,10 @@ class ScaledLinear(nn.Linear):
         return super().forward(hidden) * self.factor
 
 
-class JaisForCausalLM(JaisPreTrainedModel, decoder.GenerationMixin):
+class JaisForCausalLM(JaisPreTrainedModel, decoder.CausalGenerationMixin):
     """Predict the next token. Call, loss and logits are those of `LinbiasForCausalLM`."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "transformer.wte.weight"}
-    accepts_loss_kwargs = True
     forward = LinbiasForCausalLM.forward
     model = property(lambda self: self.transformer)
 

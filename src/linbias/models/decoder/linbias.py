@@ -154,8 +154,7 @@ class _WithHead(LinbiasPreTrainedModel):
     """A body, and a linear layer to logits that is tied to its embedding."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    # Tells Trainer to pass num_items_in_batch, so that accumulation weighs every token alike.
-    accepts_loss_kwargs = True
+    accepts_loss_kwargs = True  # as of `decoder.GenerationMixin`
 
     def __init__(self, config: LinbiasConfig) -> None:
         super().__init__(config)
@@ -164,7 +163,7 @@ class _WithHead(LinbiasPreTrainedModel):
         self.post_init()
 
 
-class LinbiasForCausalLM(_WithHead, decoder.GenerationMixin):
+class LinbiasForCausalLM(_WithHead, decoder.CausalGenerationMixin):
     """Predict the next token: `LinbiasModel`, then a linear layer tied to the embedding.
 
     It saves and loads (`save_pretrained`, `from_pretrained`, safetensors), generates and trains as
@@ -278,7 +277,8 @@ class LinbiasForMaskedLM(_WithHead):
         outputs = decoder.predict(
             self,
             labels,
-            {"num_items_in_batch": num_items_in_batch},
+            # Where Transformers does not know a subclass by its name, it would shift them.
+            {"shift_labels": labels, "num_items_in_batch": num_items_in_batch},
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,

@@ -286,7 +286,6 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, decoder.Gen
     _tied_weights_keys: ClassVar[dict[str, str]] = {
         "lm_head.weight": "model.encoder.embed_tokens.weight"
     }
-    accepts_loss_kwargs = True  # as of `LinbiasForCausalLM`
 
     def __init__(self, config: LinbiasSeq2SeqConfig) -> None:
         super().__init__(config)

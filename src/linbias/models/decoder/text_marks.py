@@ -42,7 +42,8 @@ def with_marks_in(signature: inspect.Signature) -> inspect.Signature:
     """A signature with the marks in it, where Trainer reads which columns a model takes."""
     rest = [x for x in signature.parameters.values() if x.kind is x.VAR_KEYWORD]
     named = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
-    marks = [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=None) for x in MARKS]
+    names = [x for x in ("position_ids", *MARKS) if x not in signature.parameters]
+    marks = [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=None) for x in names]
     return signature.replace(parameters=[*named, *marks, *rest])
 
 

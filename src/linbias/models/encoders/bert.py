@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.loss.loss_utils import ForSequenceClassificationLoss, fixed_cross_entropy
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
@@ -21,11 +22,13 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
+from linbias.models.decoder.attend import How, attend
 from linbias.models.decoder.decoder import asked
 from linbias.models.decoder.layout import TokenLayout, read_attention_mask
-from linbias.models.decoder.slopes import ModelSlopes
+from linbias.models.decoder.positions import Alibi, AttendOptions
+from linbias.models.decoder.text_marks import takes_marks
 from linbias.models.encoders.bert_config import LinbiasBertConfig
-from linbias.torch import attention, attention_varlen, attention_weights
+from linbias.torch import attention_varlen
 
 
 class Embeddings(nn.Module):
@@ -54,37 +57,34 @@ class Attention(nn.Module):
         normed = config.query_key_norm
         self.q_norm = nn.LayerNorm(size, config.layer_norm_eps) if normed else nn.Identity()
         self.k_norm = nn.LayerNorm(size, config.layer_norm_eps) if normed else nn.Identity()
-        self.slopes = ModelSlopes.of(config)
+        self.position = Alibi(config, causal=False)
         self.dropout = config.attention_dropout
-        self.implementation = config.attention_implementation
 
     def forward(self, hidden: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor | None]:
         """As hidden, which `TokenLayout.pack` gave, and the weights [B, H, T, T] if asked."""
         q, k, v = self.qkv(hidden).chunk(3, dim=-1)
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.unflatten(-1, (-1, self.head_size)) for x in (q, k, v))
-        left = self.slopes.left(q, layout.positions.shape[1], layout.key_range)
-        rows: Any = {"key_range": layout.key_range, "query_start": layout.query_start}
-        how: Any = {
-            "causal": False,
-            "dropout": self.dropout if self.training else 0.0,
-            "implementation": self.implementation,
-        }
+        position, dropout = self.position, self.dropout if self.training else 0.0
         out: Any
+        weights = None
         if q.dim() == 4:
-            queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
-            out = attention(queries, keys, values, left, **rows, **how).transpose(1, 2)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out, weights = attend(q, k, v, How(position, layout, None, 0, dropout))
         else:
             assert layout.key_range is not None
             offsets = pad((layout.key_range[:, 1] - layout.key_range[:, 0]).cumsum(0), (1, 0))
-            out = attention_varlen(q, k, v, offsets, offsets, left, **how)
-        weights = None
-        if layout.need_weights:
-            q, k = (layout.unpack(x).transpose(1, 2) for x in (q, k))
-            weights = attention_weights(q, k, left, causal=False, **rows)
-            if layout.is_token is not None:
-                weights = weights * layout.is_token[:, None, :, None]
-        return self.out(out.flatten(-2)), weights
+            how: Any = {"dropout": dropout, "implementation": position.implementation}
+            left = position.slopes.left(q, len(q), layout.key_range)
+            out = attention_varlen(q, k, v, offsets, offsets, left, causal=False, **how)
+            out = out.flatten(1)
+            if layout.need_weights:
+                q, k = (layout.unpack(x).transpose(1, 2) for x in (q, k))
+                options = AttendOptions(layout.key_range, layout.query_start)
+                weights = position.weights(q, k, options)
+        if weights is not None and layout.is_token is not None:
+            weights = weights * layout.is_token[:, None, :, None]
+        return self.out(out), weights
 
 
 _TOKENS_AT_ONCE = 512  # as fast as 1,024 and with half of the memory
@@ -164,26 +164,29 @@ class LinbiasBertModel(LinbiasBertPreTrainedModel):
         self.pooler = nn.Linear(config.hidden_size, config.hidden_size) if config.pooler else None
         self.post_init()
 
+    @takes_marks
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        **_: Any,
     ) -> BaseModelOutputWithPooling:
         """Hidden states [B, T, hidden_size], zero at padding, and what was asked for beside them.
 
         ids, mask and types are [B, T]; inputs_embeds [B, T, hidden_size] takes the place of ids.
+        position_ids that start anew mark texts as of `decoder.Decoder.forward`; with several in a
+        row, padding is not zero, and nothing is pooled.
         """
         name = type(self).__name__
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"{name}: give either input_ids or inputs_embeds, and not both")
         given: Any = inputs_embeds if input_ids is None else input_ids
-        layout = read_attention_mask(name, attention_mask, given, 0)
+        layout = read_attention_mask(name, attention_mask, given, 0, position_ids=position_ids)
         packed = layout.pack(given)
         words = packed if input_ids is None else self.embeddings.words(packed)
         if token_type_ids is None:
@@ -206,14 +209,15 @@ class LinbiasBertModel(LinbiasBertPreTrainedModel):
         last = layout.unpack(hidden)
         return BaseModelOutputWithPooling(
             last_hidden_state=last,
-            pooler_output=None if self.pooler is None else self._pool(last, layout),
+            pooler_output=self._pool(last, layout),
             hidden_states=(*states, last) if output_hidden_states else None,
             attentions=attentions if output_attentions else None,
         )
 
-    def _pool(self, last: Tensor, layout: TokenLayout) -> Tensor:
-        """[B, hidden_size], of the first token of each row."""
-        assert self.pooler is not None
+    def _pool(self, last: Tensor, layout: TokenLayout) -> Tensor | None:
+        """[B, hidden_size], of the first token of each row; None of rows of several texts."""
+        if self.pooler is None or layout.packing is not None:
+            return None
         if layout.key_range is None:
             first = last[:, 0]
         else:  # a row of padding alone has none: its zeros serve
@@ -222,32 +226,47 @@ class LinbiasBertModel(LinbiasBertPreTrainedModel):
         return self.pooler(first).tanh()
 
 
-class _WithHead(LinbiasBertPreTrainedModel):
+class LinbiasBertWithHead(LinbiasBertPreTrainedModel):
     """An encoder and what a task adds to it: `predict`, `loss` and the record that it returns."""
 
+    accepts_loss_kwargs = True  # as of `LinbiasForCausalLM`
     output: ClassVar[Callable[..., Any]]
     predict: Callable[[BaseModelOutputWithPooling], Tensor]  # the logits
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean where a label is not -100, of logits [B, T, classes] and labels [B, T]."""
-        return cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+        """The mean where a label is not -100; or the sum, divided by count."""
+        return fixed_cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), count)
 
+    @takes_marks
     @can_return_tuple
     def forward(
-        self, input_ids: Tensor | None = None, *, labels: Tensor | None = None, **inputs: Any
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Logits, and the loss for labels [B, T], or [B] for whole texts."""
-        outputs = self.encoder(input_ids, **inputs, return_dict=True)
+        """Logits, and the loss for labels [B, T], or [B] for whole texts.
+
+        Other arguments are those of `LinbiasBertModel.forward` and `LinbiasForCausalLM.forward`.
+        """
+        given = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.encoder(*given, output_attentions, output_hidden_states, return_dict=True)
         logits = self.predict(outputs)
         return type(self).output(
-            loss=None if labels is None else self.loss(logits, labels),
+            loss=None if labels is None else self.loss(logits, labels, num_items_in_batch),
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
 
 
-class LinbiasBertForMaskedLM(_WithHead):
+class LinbiasBertForMaskedLM(LinbiasBertWithHead):
     """Predict masked tokens: a dense layer, activation, norm and the tied embedding."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {
@@ -274,7 +293,7 @@ class LinbiasBertForMaskedLM(_WithHead):
         return self.decoder(self.norm(self.act(self.transform(outputs.last_hidden_state))))
 
 
-class LinbiasBertForTokenClassification(_WithHead):
+class LinbiasBertForTokenClassification(LinbiasBertWithHead):
     """Classify each token, by a linear layer to config.num_labels."""
 
     output = TokenClassifierOutput
@@ -302,7 +321,16 @@ class LinbiasBertForSequenceClassification(LinbiasBertForTokenClassification):
         super().__init__(config)
 
     def predict(self, outputs: BaseModelOutputWithPooling) -> Tensor:
+        if outputs.pooler_output is None:
+            raise ValueError(
+                f"{type(self).__name__}: position_ids must mark one text in each row, got several"
+            )
         return self.classifier(self.dropout(outputs.pooler_output))
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.loss_function(labels, logits, self.config)
+    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+        loss: Tensor = ForSequenceClassificationLoss(
+            labels, logits, self.config, num_items_in_batch=count
+        )
+        if count is None or self.config.problem_type == "single_label_classification":
+            return loss
+        return loss * (labels.numel() / count)  # of numbers, Transformers takes the mean

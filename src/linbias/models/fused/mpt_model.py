@@ -4,12 +4,15 @@ Transformers' class is that of MPT-7B and 30B. Here the same modules, under the 
 what a configuration asks for, and run fused. Written from the published code of llm-foundry.
 """
 
+from functools import wraps
+from inspect import signature
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import MptConfig, MptForCausalLM, PreTrainedConfig
 
 from linbias.models import fields
+from linbias.models.decoder.decoder import CausalGenerationMixin
 from linbias.models.fused import fuse_by_default, mpt
 from linbias.models.fused.family import adapt_calls, keep_mask_for_generate
 
@@ -116,7 +119,7 @@ class ScaledHead(nn.Linear):
         return super().forward(hidden) * self.scale
 
 
-class LinbiasMptForCausalLM(MptForCausalLM):
+class LinbiasMptForCausalLM(CausalGenerationMixin, MptForCausalLM):
     """An MPT model with ALiBi whose folder Transformers refuses, or runs with parts left out.
 
     Not applied, since they act in training alone: `emb_pdrop` and `embedding_fraction`.
@@ -137,6 +140,17 @@ class LinbiasMptForCausalLM(MptForCausalLM):
         adapt_calls(self.transformer)
         adapt_calls(self)
         self.post_init()
+
+    @wraps(MptForCausalLM.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - _TAKEN:  # which Transformers' own drops
+            caller = f"{type(self).__name__}.forward()"
+            raise TypeError(f"{caller} got an unexpected keyword argument {name!r}")
+        return super().forward(*args, **kwargs)
+
+
+_TAKEN = {*signature(MptForCausalLM.forward).parameters}
+_TAKEN |= {"position_ids", "token_type_ids", "num_items_in_batch"}
 
 
 def _norm(config: LinbiasMptConfig) -> nn.LayerNorm:
