@@ -492,7 +492,6 @@ INSTEAD = r"fuse: model must contain .*got Module: linbias.models.load\(folder\)
         (ours, r"got LinbiasForCausalLM: it runs on linbias' attention"),
         (lambda: remote("MPTModel"), INSTEAD),
         (lambda: remote("BaichuanModel"), INSTEAD),
-        (lambda: remote("JAISModel"), INSTEAD),
         (lambda: remote("RWModel"), INSTEAD),
         (lambda: remote("JinaBertModel"), INSTEAD),
     ],

@@ -10,7 +10,6 @@ from transformers import AutoConfig
 
 from linbias.models import LinbiasConfig, LinbiasSeq2SeqConfig, install
 from linbias.models.decoder.baichuan import BaichuanConfig
-from linbias.models.decoder.jais import JaisConfig
 from linbias.paper.config import PaperConfig
 from small_models import settings
 
@@ -20,7 +19,6 @@ SMALL: dict[Any, dict[str, Any]] = {
     LinbiasSeq2SeqConfig: {},
     PaperConfig: {},
     BaichuanConfig: {**SIZES, "intermediate_size": 64},
-    JaisConfig: {"vocab_size": 61, "n_embd": 32, "n_head": 4, "n_layer": 2},
 }
 COUNT = "an integer of at least 1, got"
 LIMIT = "a number in [0, 1 - 2^-32], got"
@@ -105,14 +103,6 @@ REFUSED: dict[Any, list[tuple[str, Any, str]]] = {
         ("t5_max_distance", 16, "above half of t5_num_buckets, 16"),
         LAYERS,
         LABELS,
-    ],
-    JaisConfig: [
-        ("position_embedding_type", "learned", "one of ('alibi',), got 'learned'"),
-        ("n_embd", 50, "a multiple of 4 heads, got 50"),
-        ("alibi_scaling", {"factor": 0}, "None or a mapping with a positive factor"),
-        ("alibi_scaling", {"type": "cubic", "factor": 2}, "None or a mapping with a positive"),
-        ("reorder_and_upcast_attn", True, "False, got True"),
-        ("activation_function", "exec", "'swiglu' or the name of an activation"),
     ],
     BaichuanConfig: [
         ("max_position_embeddings", 4096, "absent: the models of 7B, which have it"),
@@ -202,11 +192,6 @@ def test_settings_left_open_are_filled_in() -> None:
 
 
 def test_what_configurations_mean_without_saying_it() -> None:
-    """The first JAIS models name scales otherwise; Baichuan2 is told by its vocabulary."""
-    older = {"embeddings_scale": 14.6, "width_scale": 0.22, "scale_qk_dot_by_d": True}
-    config = JaisConfig.from_dict(older)
-    assert config.mup_embeddings_scale == 14.6 and config.mup_width_scale == 0.22
-    assert config.mup_scale_qk_dot_by_d
     assert BaichuanConfig(vocab_size=125_696).normalize_head
     assert not BaichuanConfig(vocab_size=64_000).normalize_head
     assert BaichuanConfig(vocab_size=64_000, normalize_head=True).normalize_head

@@ -19,7 +19,6 @@ from linbias.models import (
 )
 from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
 from linbias.models.decoder.config import BLOCKS, ENCODER_POSITIONS, POSITIONS
-from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
 from linbias.models.encoders.bert import LinbiasBertModel
 from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.families import families
@@ -46,7 +45,6 @@ BUILD = {
     "chapter": lambda: ALiBiAttention(16, 4),
     "parallel block": lambda: ParallelAttentionBlock(16, 4, 4),
     "labml": lambda: AlibiMultiHeadAttention(4, 16),
-    "jais": lambda: JaisForCausalLM(JaisConfig(vocab_size=20, n_embd=16, n_layer=1, n_head=4)),
     "baichuan": lambda: BaichuanForCausalLM(BaichuanConfig(**SMALL, intermediate_size=8)),
     "bert": lambda: LinbiasBertModel(LinbiasBertConfig(**SMALL, intermediate_size=8)),
     "seq2seq": lambda: LinbiasForConditionalGeneration(LinbiasSeq2SeqConfig(**SMALL)),

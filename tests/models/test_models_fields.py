@@ -28,7 +28,6 @@ from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 from linbias.models import load
 from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
 from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
-from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
 from linbias.models.decoder.linbias import LinbiasForCausalLM
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
 from linbias.models.encoders import original
@@ -193,20 +192,6 @@ BAICHUAN: Fields = {
     **each("max_position_embeddings", 64, REFUSED),
     **each("z_loss_weight", 0.1, REFUSED),
 }
-JAIS: Fields = {
-    **each("vocab_size n_embd n_layer n_inner n_head", 24, REFUSED),
-    **each("n_positions", 64, TOLD),
-    **each("activation_function", "relu", REFUSED),
-    **each("layer_norm_epsilon mup_embeddings_scale mup_output_alpha mup_width_scale", 0.5, READ),
-    **each("position_embedding_type", "learned", REFUSED),
-    **each("embeddings_scale width_scale", 0.5, READ),
-    **each("mup_scale_qk_dot_by_d scale_qk_dot_by_d", True, READ),
-    **each("alibi_scaling", {"factor": 2.0}, READ),
-    **each("tie_word_embeddings scale_attn_weights", False, REFUSED),
-    **each("scale_attn_by_inverse_layer_idx reorder_and_upcast_attn", True, REFUSED),
-    **each("add_cross_attention", True, REFUSED),
-    **each("attention_dropout", 0.5, REFUSED),  # our name of attn_pdrop
-}
 ENCODER: Fields = {
     **OURS,
     **each("intermediate_size", 24, REFUSED),
@@ -247,7 +232,6 @@ PLAIN = {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 OF_FALCON = {**SIZES, "alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}
 OF_MPT = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4}
 OF_FOUNDRY = {**OF_MPT, "no_bias": True, "logit_scale": 2.0, "attn_config": {"alibi": True}}
-OF_JAIS = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}
 OF_PAPER = {**WIDE, "cutoffs": (20,), "adaptive_factor": 2}
 
 # By family: its configuration classes, a small model, and its fields.
@@ -261,7 +245,6 @@ SUBJECTS: dict[str, tuple[tuple[type[PreTrainedConfig], ...], Callable[[], Any],
         LLM_FOUNDRY,
     ),
     "baichuan": ((BaichuanConfig,), lambda: BaichuanForCausalLM(BaichuanConfig(**WIDE)), BAICHUAN),
-    "jais": ((JaisConfig,), lambda: JaisForCausalLM(JaisConfig(**OF_JAIS)), JAIS),
     "linbias": ((LinbiasConfig,), lambda: LinbiasForCausalLM(LinbiasConfig(**SIZES)), NATIVE),
     "linbias-seq2seq": (
         (LinbiasSeq2SeqConfig,),

@@ -1,7 +1,6 @@
 """Decoders that run without the code of their folders, against plain restatements of them.
 
-Baichuan's own code is held against in `test_transformers_fused.py`. The data of JAIS are logits of
-llama.cpp (llama-cpp-python 0.3.36, a GGUF file of the weights beside them, float32).
+Baichuan's own code is held against in `test_transformers_fused.py`.
 """
 
 import copy
@@ -10,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 import linbias
 from linbias.models import load
 from linbias.models.decoder.baichuan import BaichuanForCausalLM
-from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
 from small_models import GREEDY
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -28,22 +25,14 @@ BAICHUAN = {
     **{"vocab_size": VOCABULARY, "hidden_size": SIZE, "intermediate_size": 64},
     **{"num_attention_heads": HEADS, "num_hidden_layers": 2, "initializer_range": 0.3},
 }
-JAIS = {
-    **{"vocab_size": VOCABULARY, "n_embd": SIZE, "n_inner": 64, "n_head": HEADS, "n_layer": 2},
-    **{"mup_embeddings_scale": 14.6, "mup_output_alpha": 2.2, "mup_width_scale": 0.11},
-    "initializer_range": 0.2,
-}
 
 
-def build(make: Any = JaisForCausalLM, **changes: Any) -> Any:
-    sizes = BAICHUAN if make is BaichuanForCausalLM else JAIS
-    model = make(make.config_class(**{**sizes, **changes})).double().eval()
+def build(**changes: Any) -> Any:
+    config = BaichuanForCausalLM.config_class(**{**BAICHUAN, **changes})
+    model = BaichuanForCausalLM(config).double().eval()
     for name, p in model.named_parameters():
-        if "slopes" in name:
-            p.data.mul_(torch.rand_like(p) + 0.5)  # stored slopes count, not the schedule
-        elif p.dim() == 1:
-            is_scale = name.endswith("weight")
-            torch.nn.init.normal_(p, mean=float(is_scale), std=0.3)
+        if p.dim() == 1:
+            torch.nn.init.normal_(p, mean=float(name.endswith("weight")), std=0.3)
     return model
 
 
@@ -79,71 +68,26 @@ def plain_baichuan(model: Any, ids: Tensor) -> Tensor:
     return norm("model.norm", hidden) @ head.T
 
 
-def plain_jais(model: Any, ids: Tensor) -> Tensor:
-    """Likewise."""
-    w, config = model.state_dict(), model.config
-    hidden = w["transformer.wte.weight"][ids] * config.mup_embeddings_scale
-    slopes = w["transformer.relative_pe.slopes"]
-    scaling = config.alibi_scaling or {}
-    if "factor" in scaling:
-        slopes = slopes / scaling["factor"]
-    elif len(ids) > scaling.get("train_seq_len", len(ids)):
-        slopes = slopes * scaling["train_seq_len"] / len(ids)
-    D = SIZE // HEADS
-    scale = 1 / D if config.mup_scale_qk_dot_by_d else D**-0.5
-
-    def norm(name: str, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (SIZE,), w[name + ".weight"], w[name + ".bias"], 1e-5)
-
-    def product(name: str, x: Tensor) -> Tensor:
-        return x @ w[name + ".weight"] + w[name + ".bias"]
-
-    for layer in range(2):
-        at = f"transformer.h.{layer}."
-        parts = product(at + "attn.c_attn", norm(at + "ln_1", hidden)).chunk(3, -1)
-        hidden = hidden + product(at + "attn.c_proj", attend(parts, slopes, scale))
-        normed = norm(at + "ln_2", hidden)
-        inner = product(at + "mlp.c_fc", normed)
-        if config.activation_function == "swiglu":
-            inner = inner * F.silu(product(at + "mlp.c_fc2", normed))
-        else:
-            inner = F.gelu(inner)
-        hidden = hidden + product(at + "mlp.c_proj", inner)
-    logits = norm("transformer.ln_f", hidden) @ w["lm_head.weight"].T
-    return logits * config.mup_output_alpha * config.mup_width_scale
-
-
-@pytest.mark.parametrize(
-    ("make", "plain", "changes"),
-    [
-        (BaichuanForCausalLM, plain_baichuan, {"normalize_head": False}),
-        (BaichuanForCausalLM, plain_baichuan, {"normalize_head": True}),
-        (JaisForCausalLM, plain_jais, {"mup_scale_qk_dot_by_d": True}),
-        (JaisForCausalLM, plain_jais, {"activation_function": "gelu"}),
-        (JaisForCausalLM, plain_jais, {"alibi_scaling": {"type": "linear", "factor": 4.0}}),
-        (JaisForCausalLM, plain_jais, {"alibi_scaling": {"type": "linear", "train_seq_len": 12}}),
-    ],
-)
+@pytest.mark.parametrize("normalize_head", [False, True])
 @torch.no_grad()
-def test_logits_of_padded_rows_and_generation(make: Any, plain: Any, changes: Any) -> None:
-    model = build(make, **changes)
+def test_logits_of_padded_rows_and_generation(normalize_head: bool) -> None:
+    model = build(normalize_head=normalize_head)
     ids, mask = torch.randint(VOCABULARY, (3, 25)), torch.ones(3, 25, dtype=torch.int64)
     mask[0, :6] = mask[1, 9:] = 0
     for given in (mask, None):
         logits = model(ids, attention_mask=given).logits
         for row in range(3):
             real = mask[row].bool() if given is not None else torch.ones(25, dtype=torch.bool)
-            expected = plain(model, ids[row, real])
+            expected = plain_baichuan(model, ids[row, real])
             assert (logits[row, real] - expected).abs().max() < 1e-9 * expected.abs().max()
-    if "train_seq_len" not in changes.get("alibi_scaling", {}):  # whose slopes change by the step
-        options = {**GREEDY, "attention_mask": torch.ones_like(ids)}
-        with_cache = model.generate(ids, **options)
-        assert torch.equal(with_cache, model.generate(ids, **options, use_cache=False))
+    options = {**GREEDY, "attention_mask": torch.ones_like(ids)}
+    with_cache = model.generate(ids, **options)
+    assert torch.equal(with_cache, model.generate(ids, **options, use_cache=False))
 
 
 @torch.no_grad()
 def test_the_norms_of_the_head_follow_its_weights() -> None:
-    model = build(BaichuanForCausalLM, normalize_head=True)
+    model = build(normalize_head=True)
     ids = torch.randint(VOCABULARY, (1, 7))
     weight, factors = model.lm_head.weight, torch.rand(VOCABULARY, 1).double() + 1
     step = torch.optim.SGD([weight], lr=1.0, fused=True).step  # which PyTorch does not count
@@ -160,43 +104,10 @@ def test_the_norms_of_the_head_follow_its_weights() -> None:
 
 
 @torch.no_grad()
-def test_jais_gives_the_logits_of_llama_cpp() -> None:
-    """Six heads, whose slopes are no powers of one ratio; all factors of muP differ from 1."""
-    golden = load_file(GOLDEN / "jais_llama_cpp.safetensors")
-    ids, expected = golden.pop("ids").long(), golden.pop("logits")
-    sizes = {"vocab_size": 24, "n_embd": 24, "n_inner": 24, "n_head": 6, "n_layer": 2}
-    factors = {"mup_embeddings_scale": 3.0, "mup_output_alpha": 1.5, "mup_width_scale": 0.5}
-    model = JaisForCausalLM(
-        JaisConfig(**sizes, **factors, mup_scale_qk_dot_by_d=True, tie_word_embeddings=False)
-    )
-    model.load_state_dict(golden)
-    torch.testing.assert_close(model.eval()(ids[None]).logits[0], expected, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("make", [BaichuanForCausalLM, JaisForCausalLM])
-@torch.no_grad()
-def test_original_folders_load_by_their_model_type(make: Any, tmp_path: Path) -> None:
-    """With names of the original, buffers of the causal mask, and no copy of tied weights."""
-    model = build(make).float()
+def test_original_folders_load_by_their_model_type(tmp_path: Path) -> None:
+    model = build().float()
     model.save_pretrained(tmp_path)
-    if make is not BaichuanForCausalLM:
-        weights = load_file(tmp_path / "model.safetensors")
-        assert "transformer.relative_pe.slopes" in weights and "lm_head.weight" not in weights
-        weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
-        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     loaded = load(tmp_path, device="cpu")
-    assert type(loaded) is make
+    assert type(loaded) is BaichuanForCausalLM
     ids = torch.randint(VOCABULARY, (1, 7))
     assert torch.equal(loaded(ids).logits, model(ids).logits)
-
-
-def test_slopes_stay_wide_in_a_narrow_model(tmp_path: Path) -> None:
-    """`.to(bfloat16)` and loading in bfloat16 would round them."""
-    model = build().float()
-    slopes = model.transformer.relative_pe.slopes.clone()
-    model.save_pretrained(tmp_path)
-    loaded = load(tmp_path, device="cpu", dtype=torch.bfloat16)
-    for narrow in (loaded, model.to(torch.bfloat16), model.half()):
-        assert narrow.lm_head.weight.itemsize == 2
-        assert torch.equal(narrow.transformer.relative_pe.slopes, slopes)
-    assert model.double().transformer.relative_pe.slopes.dtype == torch.float64

@@ -28,7 +28,6 @@ from linbias.models import (
     fuse,
 )
 from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
-from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
 from small_models import VOCAB, build, build_paper, settings
 
@@ -40,7 +39,6 @@ SIZES["initializer_range"] = 0.3
 INNER = {"intermediate_size": 48}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_head": 4, "n_layer": 1}
 MPT = {"vocab_size": VOCAB, "d_model": 32, "n_heads": 4, "n_layers": 1, "initializer_range": 0.3}
-JAIS = {"vocab_size": VOCAB, "n_embd": 32, "n_head": 4, "n_layer": 1, "initializer_range": 0.3}
 NO_DROPOUT = dict.fromkeys(
     ("dropout", "attention_dropout", "activation_dropout", "softmax_dropout"), 0.0
 )
@@ -66,7 +64,6 @@ CASES = {
     "causal": Case(build),
     "masked": Case(lambda: LinbiasForMaskedLM(settings(encoder_position="symmetric"))),
     "paper": Case(lambda: build_paper(**NO_DROPOUT)),
-    "jais": Case(lambda: JaisForCausalLM(JaisConfig(**JAIS))),
     "baichuan": Case(lambda: BaichuanForCausalLM(BaichuanConfig(**SIZES, **INNER))),
     "mpt": Case(
         lambda: LinbiasMptForCausalLM(

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
-from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
 from linbias.models.fused import fuse
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
 from linbias.models.window_cache.questions import Questions
@@ -24,14 +23,12 @@ def mpt_with_norms(**options: Any) -> LinbiasMptForCausalLM:
 
 VAST = {"vocab_size": 97, "initializer_range": 0.3}
 SMALL = {**VAST, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
-JAIS = {**VAST, "n_embd": 48, "n_head": 6, "n_layer": 2, "n_inner": 64}
 MODELS = {
     "linbias": build,
     "linbias, keys shared": lambda: build(num_key_value_heads=2),
     "linbias, RMS norms": lambda: build(block="parallel_fused"),
     "paper": lambda: build_paper(position="alibi"),
     "baichuan": lambda: BaichuanForCausalLM(BaichuanConfig(**SMALL, intermediate_size=64)),
-    "jais": lambda: JaisForCausalLM(JaisConfig(**JAIS, mup_scale_qk_dot_by_d=True)),
     "bloom": lambda: fuse(bloom()),
     "falcon": lambda: fuse(falcon(new_decoder_architecture=True, num_kv_heads=2)),
     "mpt": lambda: fuse(mpt()),

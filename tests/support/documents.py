@@ -106,7 +106,6 @@ def write_existing_models(folder: Path) -> None:
     from linbias.data.tokenizers import byte_tokenizer
     from linbias.models import LinbiasBertConfig, LinbiasBertForMaskedLM
     from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
-    from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
     from linbias.models.encoders.original import to_original
     from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
 
@@ -121,13 +120,11 @@ def write_existing_models(folder: Path) -> None:
         **decoder, intermediate_size=48, num_attention_heads=4, num_hidden_layers=1,
         normalize_head=True,
     )  # fmt: skip
-    jais = JaisConfig(vocab_size=256, n_embd=32, n_head=4, n_layer=1)
     decoders = {
         "bigscience/bloom-560m": BloomForCausalLM(bloom),
         "tiiuae/falcon-rw-1b": FalconForCausalLM(falcon),
         "mosaicml/mpt-7b-storywriter": LinbiasMptForCausalLM(mpt),
         "baichuan-inc/Baichuan2-13B-Chat": BaichuanForCausalLM(baichuan),
-        "inceptionai/jais-13b": JaisForCausalLM(jais),
     }
     for name, model in decoders.items():
         model.save_pretrained(folder / name)

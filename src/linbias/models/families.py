@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from linbias.data.tokenizers import Tokenizer
 from linbias.models import fused
-from linbias.models.decoder import baichuan, jais, linbias, seq2seq
+from linbias.models.decoder import baichuan, linbias, seq2seq
 from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
 from linbias.models.encoders import bert, original
 from linbias.models.encoders.bert_config import LinbiasBertConfig
@@ -183,7 +183,6 @@ def families() -> tuple[Family, ...]:
             baichuan.BaichuanConfig,
             {"causal": baichuan.BaichuanForCausalLM, "base": baichuan.BaichuanModel},
         ),
-        own_family(jais.JaisConfig, {"causal": jais.JaisForCausalLM, "base": jais.JaisModel}),
         _of_transformers("bloom", "Bloom"),
         _of_transformers("falcon", "Falcon"),
         Family(
@@ -204,7 +203,7 @@ def install() -> None:
     """Make the families known to Transformers, for the whole process; more calls change nothing.
 
     Then its Auto classes, and what is built on them (pipelines, sentence_transformers), load the
-    models that linbias makes and those of Baichuan and JAIS; and `from_pretrained(...,
+    models that linbias makes and those of Baichuan; and `from_pretrained(...,
     attn_implementation="linbias")` gives BLOOM, Falcon and MPT fused, with default options. `load`
     needs none of this.
 

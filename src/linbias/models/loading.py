@@ -54,7 +54,7 @@ def load(
     `linbias.torch.attention`.
 
     The families: what linbias trains and the paper's model; BLOOM, Falcon with `alibi=True`, MPT,
-    Baichuan, JAIS; jina-embeddings-v2, MosaicBERT, DNABERT-2. No code that lies beside weights is
+    Baichuan; jina-embeddings-v2, MosaicBERT, DNABERT-2. No code that lies beside weights is
     run. Causal models of Transformers without ALiBi (GPT-2) are loaded too, on Transformers' own
     attention.
 

@@ -1,7 +1,7 @@
 """What the decoders of all families share: all but embedding, feed-forward parts, norms and names.
 
 A family's model is a `Decoder` of `DecoderBlock`s with a `SelfAttention` each, which name their
-modules as the family's weights are named: `linbias.py`, `baichuan.py`, `jais.py`,
+modules as the family's weights are named: `linbias.py`, `baichuan.py`,
 `paper/model.py`.
 """
 
@@ -237,7 +237,7 @@ class Decoder(DecoderPreTrainedModel):
         Args:
             input_ids: [B, T] token ids.
             attention_mask: [B, S], S = cached + T; zero marks padding, also between tokens (a
-                hole), where it takes up no distance, but in Baichuan and JAIS, whose own code
+                hole), where it takes up no distance, but in Baichuan, whose own code
                 counts it. None means no padding. Or [1 or B, 1, T, S], which tokens each new one
                 sees, as of draft trees: True, or 0 beside -inf (`full_mask`).
             position_ids: [1 or B, T], the number of each token in its text. Numbers that start

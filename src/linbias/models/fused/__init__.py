@@ -243,7 +243,7 @@ def _bodies(model: nn.Module, caller: str) -> list[tuple[Any, Family]]:
 
 
 # Classes of code that lies in a folder, instead of which `load` has one of its own.
-_REMOTE = {"MPTModel", "RWModel", "BaichuanModel", "JAISModel", "JinaBertModel"}
+_REMOTE = {"MPTModel", "RWModel", "BaichuanModel", "JinaBertModel"}
 
 
 def _advice(model: nn.Module) -> str:
