@@ -104,11 +104,11 @@ def embed(
             raise ValueError(f"embed: {name} must be at least 1, got {number}")
     if spans is not None:
         spans = _checked_spans(spans, documents)
-    model = _encoder(model, max_length)
+    encoder = _encoder(model, max_length)
     cut = {"truncation": max_length is not None, "max_length": max_length}
     text = {"return_offsets_mapping": True, **cut}
     options: dict[str, Any] = {"batch_size": batch_size, "show_progress_bar": progress}
-    pool = model.start_multi_process_pool(device) if isinstance(device, list) else None
+    pool = encoder.start_multi_process_pool(device) if isinstance(device, list) else None
     options |= {"device": device} if pool is None else {"pool": pool}
     # Token embeddings are large: those of a few batches at a time.
     group = 4 * batch_size * (1 if pool is None else len(pool["processes"]))
@@ -116,14 +116,14 @@ def embed(
     try:
         for first in range(0, len(documents), group):
             some = list(documents[first : first + group])
-            outputs = model.encode(
+            outputs = encoder.encode(
                 some, output_value=None, processing_kwargs={"text": text}, **options
             )
             for words, output in zip(some, outputs, strict=True):
                 made.append(_embedded(output, words, len(made), spans, max_length, normalize))
     finally:
         if pool is not None:
-            model.stop_multi_process_pool(pool)
+            encoder.stop_multi_process_pool(pool)
     return made
 
 
@@ -166,7 +166,8 @@ def _embedded(
     places = np.flatnonzero(offsets[:, 0] < offsets[:, 1])  # special tokens have no characters
     if not len(places):
         raise ValueError(f"embed: documents must have tokens, got none in document {number}")
-    pairs, vectors = (), [output["sentence_embedding"].cpu().float()]
+    pairs: tuple[Span, ...] = ()
+    vectors = [output["sentence_embedding"].cpu().float()]
     if spans is not None:
         starts, ends = offsets[places].T
         is_cut = len(tokens) == max_length
