@@ -25,7 +25,6 @@ class JaisConfig(fields.CheckedConfig):
     """Describe a JAIS model, in the fields of the original config.json that matter."""
 
     model_type = "jais"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",
