@@ -6,7 +6,7 @@ Errors read `LinbiasConfig: hidden_size must be a multiple of 4 heads, got 30`.
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -138,6 +138,8 @@ def own_fields(family: type[PreTrainedConfig]) -> set[str]:
 
 class CheckedConfig(PreTrainedConfig):
     """A configuration that refuses unknown fields, but for those of a file."""
+
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:

@@ -1,7 +1,7 @@
 """The settings of the paper's language model, saved as config.json."""
 
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 from linbias.methods import PAPER, methods_of
 from linbias.models import fields
@@ -14,7 +14,6 @@ class PaperConfig(fields.CheckedConfig):
     """The paper's language model, on WikiText-103; fields without a word are `LinbiasConfig`'s."""
 
     model_type = "linbias-paper"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     vocab_size: int = 267744
     hidden_size: int = 1024

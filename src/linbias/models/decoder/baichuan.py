@@ -4,7 +4,7 @@ A pre-norm decoder with ALiBi, RMS norms and a gated feed-forward part; modules 
 original names its weights.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ class BaichuanConfig(fields.CheckedConfig):
     """Describe a Baichuan model with ALiBi: the original's fields, and some of ours."""
 
     model_type = "baichuan"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     num_key_value_heads = property(lambda self: self.num_attention_heads)
     head_size = property(lambda self: self.hidden_size // self.num_attention_heads)
     train_length = property(lambda self: self.model_max_length)

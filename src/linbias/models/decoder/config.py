@@ -63,7 +63,6 @@ class LinbiasConfig(fields.CheckedConfig):
     """
 
     model_type = "linbias"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     vocab_size: int = 256
     hidden_size: int = 192
