@@ -183,3 +183,14 @@ def test_unknown_arguments_are_named(name: str) -> None:
         if name != "mpt" or each is model:  # whose body is Transformers' own
             with pytest.raises(TypeError, match=r"forward\(\) .* argument 'no_such'"):
                 each(torch.ones(1, 3, dtype=torch.int64), no_such=1)
+
+
+@pytest.mark.parametrize("name", ["causal", "masked", "seq2seq", "encoder", "token", "text"])
+def test_a_subclass_of_any_name_has_the_same_loss(name: str) -> None:
+    """Transformers chooses losses by the names of classes."""
+    case = CASES[name]
+    model, batch = case.make().eval(), texts(case)
+    before = model(**batch).loss
+    mine = type("Mine", (type(model),), {})(model.config).to(model.dtype).eval()
+    mine.load_state_dict(model.state_dict())
+    assert torch.equal(mine(**batch).loss, before)
