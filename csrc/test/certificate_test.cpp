@@ -486,11 +486,13 @@ void check_heads_that_share_keys() {
 }
 
 // A key head of zeros beside one with far keys that outweigh their distance, by an entry beyond whole vectors: each has
-// a bound of its own.
+// a bound of its own. So have two batch rows, where the query of the first sees none of the far keys.
 template <typename In>
-void check_heads_of_other_lengths() {
-  const Case c{1, 2, 2, 1, 3000, 13, 1};
+void check_heads_of_other_lengths(bool in_batch) {
+  Case c{1, 2, 2, 1, 3000, 13, 1};
+  if (in_batch) c.B = 2, c.H = c.G = 1;
   Inputs x = draw(c, sizeof(In) == 2);
+  if (in_batch) x.query_range = {c.S - 100, c.S, 0, c.S};
   std::fill(x.q.begin(), x.q.end(), 0), std::fill(x.k.begin(), x.k.end(), 0);
   for (const std::int64_t h : {0, 1}) x.q[h * c.D + c.D - 1] = 8;
   for (std::int64_t s = c.S; s < c.S + 64; ++s) x.k[s * c.D + c.D - 1] = 8;
@@ -551,14 +553,33 @@ void check_positioned_keys_are_read_as_counted() {
   });
 }
 
+// A row that sees no key loses none: it does not keep its tile reading.
+template <typename In>
+void check_rows_without_keys_let_their_tile_stop() {
+  Case c{1, 1, 1, 48, 3000, 8, 8};
+  c.window = 0;
+  Inputs x = draw(c, true);
+  x.left = {1};
+  for (std::int64_t row = 0; row < c.T; ++row) x.query_range[row * 2] = 5, x.query_range[row * 2 + 1] = row ? 5 : c.S;
+  on_every_target([&] {
+    Arrays<In> a(c, x);
+    forward(a.call, a.results);
+    check(a.visited[0] < 8, describe(c, Type<In>::name), "rows without keys let their tile stop");
+  });
+}
+
 }  // namespace
 
 void test_what_is_left_out() {
+  check_rows_without_keys_let_their_tile_stop<float>();
+  check_rows_without_keys_let_their_tile_stop<Brain>();
   check_heads_that_share_keys<float>();
   check_heads_that_share_keys<Brain>();
-  check_heads_of_other_lengths<float>();
-  check_heads_of_other_lengths<double>();
-  check_heads_of_other_lengths<Brain>();
+  for (const bool in_batch : {false, true}) {
+    check_heads_of_other_lengths<float>(in_batch);
+    check_heads_of_other_lengths<double>(in_batch);
+    check_heads_of_other_lengths<Brain>(in_batch);
+  }
   for (const std::int64_t T : {1, 3}) {
     for (const Scene& scene : {equal_keys(T, 3000, 1.0 / 128, 3), mirrored(equal_keys(T, 3000, 1.0 / 128, 3)),
                                both_sides(equal_keys(T, 6000, 1.0 / 128, 3), 1.0 / 128)}) {

@@ -20,6 +20,7 @@ from linbias.models.window_cache.cache import WindowCache
 from linbias.models.window_cache.certificate import Settings, Uncertified
 from linbias.models.window_cache.layer import WindowLayer
 from linbias.models.window_cache.ledger import Ledger
+from linbias.models.window_cache.reach import reach_of_weights
 from linbias.streams import Dropped
 from small_models import VOCAB, assert_near, build, build_paper, left_padded, tokens
 from test_models_windows import MODELS, made
@@ -69,6 +70,13 @@ def test_reading_in_parts_is_reading_at_once(windows, rows, shared):
     assert cache.uncertified == 0 and cache.largest_dropped <= TOLERANCE / 2
     assert cache.layers[0].counts[0] < sum(PARTS) / 2  # keys did leave
     assert cache.get_seq_length() == sum(PARTS)
+
+
+def test_windows_by_the_weights_leave_half_of_the_tolerance_to_kept_keys():
+    model = quiet()
+    windows = WindowCache.for_model(model, TOLERANCE, "weights").windows
+    needed = reach_of_weights(model).of_heads(TOLERANCE / 2)
+    assert windows == needed.reshape(*np.shape(windows), -1).max(2).tolist()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -377,6 +385,10 @@ def test_padding_weighs_nothing():
     ledger.add(keys, [6], [0], torch.tensor([0, 3]))
     bound = ledger.bound(torch.ones(2, 1, 1, 4), torch.zeros(2, 1, 1), torch.tensor([9]))
     assert bound[1] < bound[0] < math.inf
+    without = Ledger(torch.tensor([0.25]), 0.3, torch.zeros(1, 1, 4))
+    without.add(keys[1:, 3:], [3], [3], None)
+    rows = torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1), torch.tensor([9])
+    torch.testing.assert_close(without.bound(*rows), bound[1:])
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,8 @@ def test_a_reset_layer_knows_nothing_of_what_it_read(on_uncertified):
 def test_padding_goes_where_its_rows_go():
     one = reader([0.05])
     one.first = torch.tensor([0, 60])
-    one.read(one.tokens(2, 100))
+    for count in (100, 1):
+        one.read(one.tokens(2, count))
     one.select(torch.tensor([1, 0]))
     assert one.read(one.tokens(2, 1), says_padding=False) < 1e-12
 
@@ -180,6 +181,24 @@ def test_padding_is_not_fetched():
     for count in (100, 500, 500, 400):
         assert one.read(one.tokens(1, count)) < 1e-12
     assert one.layer.fetched > 0
+
+
+def test_tokens_that_were_taken_back_leave_no_trace():
+    """Neither in what is read nor where later rows stand that wait for their certificates."""
+
+    def read_on(takes_back: bool) -> tuple[float, float]:
+        torch.manual_seed(0)
+        one = reader([0.25], windows=[20.0])
+        first, step, back, (q, k, v) = (one.tokens(1, count) for count in (512, 1, 10, 3))
+        one.read(first)
+        one.read(step)
+        if takes_back:
+            one.read(back)
+            for layer in (one.layer, one.whole):
+                layer.crop(-10)
+        return one.read((30 * q, k, v)), one.layer.largest_dropped
+
+    assert read_on(True) == pytest.approx(read_on(False))
 
 
 def test_windows_do_not_follow_rows_that_were_taken_back():

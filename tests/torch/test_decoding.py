@@ -15,6 +15,7 @@ import linbias.torch
 from linbias.kernels import core
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse
 from linbias.torch.decoding import TOLERANCES, decode
+from linbias.torch.share import put_in_place
 
 pytestmark = [
     pytest.mark.usefixtures("same_start"),
@@ -32,6 +33,7 @@ def draw(
     E: int = 8,
     dtype: torch.dtype = torch.float32,
     size: float = 1.0,
+    scale: float | None = None,
 ) -> dict[str, Any]:
     """The arguments of `decode`: room for more tokens than come holds NaN."""
     keys, values = (torch.full((B, G, num_cached + 9, n), torch.nan, dtype=dtype) for n in (D, E))
@@ -48,6 +50,7 @@ def draw(
         "num_cached": num_cached,
         "key_bound": norms.amax(-1) if num_cached else norms.new_zeros(B, G),
         "slopes": torch.rand(H, dtype=wide),
+        "scale": scale,
     }
 
 
@@ -56,7 +59,7 @@ def by_attention(given: dict[str, Any]) -> Tensor:
     n = given["num_cached"]
     pairs = ("keys", "k"), ("values", "v")
     k, v = (torch.cat([given[old][:, :, :n], given[new]], 2) for old, new in pairs)
-    options = {"scale": given.get("scale"), "implementation": "dense"}
+    options = {"scale": given["scale"], "implementation": "dense"}
     return linbias.torch.attention(given["q"], k, v, given["slopes"], **options)
 
 
@@ -64,8 +67,8 @@ def by_attention(given: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize(
     "sizes",
     [
-        {},
-        {"T": 3, "num_cached": 0},
+        {"scale": 0.3},
+        {"T": 3, "num_cached": 0, "scale": 2.0},
         {"B": 3, "H": 6, "G": 2, "T": 4, "num_cached": 64, "D": 16, "E": 5},
         {"H": 4, "G": 1, "num_cached": 700, "D": 33, "E": 64},
         {"B": 2, "num_cached": 130, "size": 30.0},
@@ -73,7 +76,7 @@ def by_attention(given: dict[str, Any]) -> Tensor:
 )
 @torch.inference_mode()
 def test_it_is_attention_to_all_that_was_and_came(dtype: torch.dtype, sizes: Any) -> None:
-    given = draw(**sizes, dtype=dtype) | {"scale": 0.3}
+    given = draw(**sizes, dtype=dtype)
     keys, values = given["keys"].clone(), given["values"].clone()
     n, T = given["num_cached"], given["q"].shape[2]
     expected = by_attention(given)
@@ -137,7 +140,14 @@ def autocast() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("context", [torch.enable_grad, mode, profiler, autocast])
+@contextlib.contextmanager
+def share() -> Iterator[None]:
+    sequence: Any = object()
+    with torch.inference_mode(), put_in_place(sequence):
+        yield
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, mode, profiler, autocast, share])
 def test_nothing_happens_where_something_looks_on(context: Callable[[], Any]) -> None:
     assert_left_alone(draw(), context)
 
@@ -153,6 +163,11 @@ def strided(name: str) -> dict[str, Any]:
     return {name: draw()[name].mT.contiguous().mT}
 
 
+def without_room(name: str) -> dict[str, Any]:
+    given = draw()
+    return given | {name: given[name][:, :, :5].clone()}
+
+
 UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
     "many tokens": lambda: draw(T=5),
     "large heads": lambda: draw(D=300, E=8),
@@ -163,7 +178,11 @@ UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
     "other key size": lambda: beside(D=4),
     "other value size": lambda: beside(E=4),
     "other batch": lambda: beside(B=2),
-    "no room": lambda: (given := draw()) | {"keys": given["keys"][:, :, :5].clone()},
+    "no room for keys": lambda: without_room("keys"),
+    "no room for values": lambda: without_room("values"),
+    "query heads that no key head has": lambda: draw(H=3),
+    "other number of bounds": lambda: draw() | {"key_bound": torch.ones(1, 1)},
+    "slopes of other batch rows": lambda: draw() | {"slopes": torch.ones(3, 2)},
     "other number of slopes": lambda: draw() | {"slopes": torch.ones(3)},
     "cached keys with a stride in each": lambda: draw() | strided("keys"),
     "cached values with a stride in each": lambda: draw() | strided("values"),

@@ -336,6 +336,17 @@ def test_decoding_by_a_range_of_keys_for_each_query(case, dtype, bounded, little
     check_decoding("triton", little(case), dtype, bounded)
 
 
+def test_each_batch_row_has_its_own_key_bound(little_tiles):
+    q, k, v = torch.zeros(2, 1, 1, 16), torch.zeros(2, 1, 512, 16), torch.randn(2, 1, 512, 16)
+    q[..., 0], k[1, 0, 100, 0] = 8, 30  # a key far away whose score of 60 outweighs its bias
+    given = {"slopes": [0.1], "key_bound": k.norm(dim=-1).amax(-1)}
+    out, expected_out = (
+        linbias.torch.attention(q, k, v, **given, implementation=name)
+        for name in ("triton", "dense")
+    )
+    torch.testing.assert_close(out, expected_out)
+
+
 @pytest.mark.thorough
 def test_a_key_bound_spares_reading_far_keys(little_tiles):
     """Far keys that nobody may read are NaN here."""

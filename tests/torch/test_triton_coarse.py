@@ -152,8 +152,12 @@ def common_score(arrays) -> None:
     arrays[1] += 1e3
 
 
+def long_query(arrays) -> None:
+    arrays[0][..., 3::32, :] *= 1e3  # in every tile
+
+
 def query_not_a_number(arrays) -> None:
-    arrays[0][..., 3::32, 5] = torch.nan  # in every tile
+    arrays[0][..., 3::32, 5] = torch.nan
 
 
 def far_key_infinite(arrays) -> None:
@@ -168,6 +172,7 @@ SPARED = (("tolerance", 0.0), ("tolerance", 1e-8), ("dropout", 0.1))
 SPOILT = (
     largest_score,
     common_score,
+    long_query,
     query_not_a_number,
     far_key_infinite,
     far_value_not_a_number,
@@ -176,7 +181,7 @@ SPOILT = (
 
 @pytest.mark.parametrize(
     "spoil",
-    [x if x is common_score else pytest.param(x, marks=pytest.mark.thorough) for x in SPOILT],
+    rows(lambda spoil: spoil in (common_score, long_query), *((spoil,) for spoil in SPOILT)),
 )
 def test_what_could_overflow_or_is_not_finite_makes_all_blocks_precise(spoil, num_coarse):
     arrays = drawn()
@@ -232,10 +237,22 @@ def test_visited_says_which_keys_are_precise(num_coarse):
     assert num_coarse() > 0 and (found.first < found.precise_first).any()
     assert (found.first <= found.precise_first).all()
     assert (found.precise_first <= near * LITTLE.forward.keys).all()
+    ranges = torch.tensor([0, 60]).expand(40, 2)  # beyond near blocks, of which none is read
+    far = linbias.torch.visited(*drawn(), [0.5, 0.25], query_range=ranges, **options)
+    assert (far.precise_first < 60).all()
     with sizes.forced(LITTLE):
         whole = linbias.torch.visited(*drawn(), [0.5, 0.25], **options)
     assert torch.equal(whole.precise_first, whole.first)
     assert torch.equal(whole.precise_end, whole.end)
+
+
+def test_two_sides_share_what_shorter_floats_may_hold(num_coarse):
+    arrays = [torch.randn(1, 1, n, 16) * 0.2 for n in (40, 600, 600)]
+    one, both = (
+        linbias.torch.visited(*arrays, [0.05], implementation="triton", **sides).precise_first
+        for sides in ({}, {"causal": False, "right_slopes": [8.0]})
+    )
+    assert num_coarse() > 0 and (both <= one).all() and (both < one).any()
 
 
 def test_it_is_on_where_a_device_has_shown_it(monkeypatch):
