@@ -33,6 +33,7 @@ from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.decoder.text_marks import MARKS, read_marks, with_marks_in
 from linbias.models.prepacked import forward_name
 from linbias.torch.choice import IMPLEMENTATIONS
+from linbias.torch.operators.values import readable
 
 logger = logging.get_logger(__name__)
 
@@ -275,7 +276,7 @@ def make_mask(
             f"linbias: the attention of a fused {config.model_type} model must be causal, "
             "without a mask of its own"
         )
-    if not torch.compiler.is_compiling():
+    if not isinstance(q_offset, Tensor) or readable(q_offset) is not None:
         q_offset = int(q_offset)
     return read_attention_mask(
         f"{config.model_type} with attn_implementation={NAME!r}",
@@ -374,7 +375,7 @@ def _has_several_texts(
     if position_ids is None:
         return False
     cache, T = past_key_values if cache is None else cache, position_ids.shape[-1]
-    if T < 2 or (cache is not None and torch.compiler.is_compiling()):
+    if T < 2 or (cache is not None and readable(position_ids) is None):
         return False
     new = None
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
