@@ -553,13 +553,13 @@ def check_window(function: str, window: Any, causal: bool) -> tuple[int, int]:
     if (
         not isinstance(window, (tuple, list))
         or len(window) != 2
-        or any(isinstance(n, bool) or not isinstance(n, numbers.Integral) for n in window)
+        or any(isinstance(n, bool) or not _is_number(n, numbers.Integral) for n in window)
     ):
         raise TypeError(
             f"{function}: window must be (left, right), two integers: how many keys before and"
             f" after its own a query sees, -1 for no limit; got {window!r}"
         )
-    left, right = map(int, window)
+    left, right = (int(n) if isinstance(n, numbers.Integral) else n for n in window)
     if min(left, right) < -1:
         raise ValueError(f"{function}: window must be at least -1 on each side, got {window}")
     return left, -1 if causal else right
@@ -965,12 +965,17 @@ def check_parts(outs: Sequence[tuple[int, ...]], lses: Sequence[tuple[int, ...]]
             )
 
 
+def _is_number(value: object, kind: type) -> bool:
+    """Whether a value is of an abstract kind, or a symbol of PyTorch's for one, made of a size."""
+    return isinstance(value, kind) or type(value).__name__ in ("SymInt", "SymFloat")
+
+
 def _number(
-    function: str, name: str, value: object, low: float, high: float, default: float
+    function: str, name: str, value: Any, low: float, high: float, default: float
 ) -> float:
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not _is_number(value, numbers.Real):
         raise TypeError(f"{function}: {name} must be a number, got {value!r}")
     number = float(value)
     if math.isinf(low):

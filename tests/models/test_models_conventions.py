@@ -10,6 +10,7 @@ import torch
 import torch._dynamo.testing
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoTokenizer,
     BloomConfig,
@@ -270,3 +271,22 @@ def test_sharding_finds_the_blocks(make: Callable[[], PreTrainedModel]) -> None:
     found = [type(module).__name__ for module in model.modules() if is_block(module)]
     assert len(found) >= 2
     assert set(found) == set(model._no_split_modules or ())
+
+
+@pytest.mark.parametrize("position", ["alibi", "learned", "forget"])
+def test_fake_tensors_run_where_they_need_no_values(position: str) -> None:
+    """So PyTorch finds out what memory a model would take."""
+    model = build(num_hidden_layers=1, position=position)
+    ids, mask = left_padded([tokens(9), tokens(4)])
+    with FakeTensorMode() as mode:
+        for module in model.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                module.register_parameter(name, mode.from_tensor(weight))
+        ids, mask = mode.from_tensor(ids), mode.from_tensor(mask)
+        cache = model(ids, mask, use_cache=True).past_key_values
+        longer = torch.cat([mask, mask[:, :1]], 1)
+        logits = model(ids[:, :1], longer, past_key_values=cache).logits
+        assert logits.shape == (2, 1, model.config.vocab_size)
+        model(ids, mask, use_cache=False).logits.sum().backward()
+        with pytest.raises(ValueError, match="position_ids must be None for fake tensors"):
+            model(ids, mask, ids, use_cache=False)

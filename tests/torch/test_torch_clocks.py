@@ -239,7 +239,7 @@ def test_visited_and_compilers_ask_for_order():
     }
     with pytest.raises(ValueError, match="visited: keys, and queries among them, must come in"):
         visited(ONES, ONES, ONES, causal=False, **options)
-    with pytest.raises(NotImplementedError, match=r"looked up under torch.compile and vmap; say"):
+    with pytest.raises(NotImplementedError, match=r"looked up under torch.compile and vmap, nor"):
         torch.func.vmap(
             lambda xq: attention(
                 ONES, ONES, ONES, causal=False, **{**options, "query_positions": xq}

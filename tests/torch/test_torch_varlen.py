@@ -201,6 +201,42 @@ def test_other_nested_tensors_are_refused_with_the_way_out():
             call()
 
 
+class Packed(torch.nn.Module):
+    def forward(self, q, k, v, offsets):
+        window = q.shape[0] // 2, 0
+        return linbias.torch.attention_varlen(q, k, v, offsets, offsets, window=window)
+
+
+def draw_packed(total):
+    rows = (torch.randn(total, heads, 8) for heads in (4, 2, 2))
+    return *rows, torch.tensor([0, 4, total])
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_packed_sequences_export_with_a_free_total(strict):
+    total = torch.export.Dim("total", min=2, max=4096)
+    free = ({0: total},) * 3 + (None,)
+    program = torch.export.export(Packed(), draw_packed(11), dynamic_shapes=free, strict=strict)
+    longer = draw_packed(200)
+    torch.testing.assert_close(program.module()(*longer), Packed()(*longer))
+
+
+@pytest.mark.thorough
+def test_one_compiled_program_runs_packed_sequences_of_all_totals():
+    torch._dynamo.reset()
+    programs = []
+
+    def keep(program, _):
+        programs.append(program)
+        return program
+
+    compiled = torch.compile(Packed(), fullgraph=True, dynamic=True, backend=keep)
+    for total in (11, 30, 77, 100):
+        arrays = draw_packed(total)
+        torch.testing.assert_close(compiled(*arrays), Packed()(*arrays))
+    assert len(programs) == 1
+
+
 STAMPS = np.random.default_rng(3).uniform(0, 9, (28, 4))
 PLACES = {
     "of-all-heads": {"positions": np.sort(STAMPS[:, 0])},

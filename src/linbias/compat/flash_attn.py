@@ -32,6 +32,7 @@ from torch import Tensor
 from linbias import _request
 from linbias.torch import attention, attention_varlen
 from linbias.torch.call import as_int64
+from linbias.torch.operators.values import known_values, readable
 
 __all__ = [
     "flash_attn_func",
@@ -481,8 +482,7 @@ def _slopes(function: str, alibi_slopes: Any, B: int, H: int) -> Tensor | list[f
             f"{function}: alibi_slopes must have shape [H] = {[H]} or [B, H] = {[B, H]},"
             f" got {list(alibi_slopes.shape)}"
         )
-    if _is_readable(alibi_slopes):
-        values = alibi_slopes.detach().double().numpy()
+    if (values := known_values(alibi_slopes.double())) is not None:
         _request.check_slope_values(function, "alibi_slopes", values)
     return alibi_slopes
 
@@ -574,7 +574,7 @@ def _integers(
             f"{function}: {name} must have shape [B] = {[B]}, got {list(values.shape)}"
         )
     values = as_int64(values)
-    if _is_readable(values) and ((values < 0) | (values > most)).any():
+    if known_values(values) is not None and ((values < 0) | (values > most)).any():
         room = f", so that {num_new} more fit into the cache" if num_new else ""
         raise ValueError(f"{function}: {name} must be in [0, {most}]{room}, got {values.tolist()}")
     return values
@@ -586,7 +586,7 @@ def _check_offsets(function: str, of: str, offsets: Any, longest: int, total: in
     if not isinstance(offsets, Tensor) or offsets.is_floating_point() or offsets.dim() != 1:
         kind = str(getattr(offsets, "dtype", type(offsets).__name__)).removeprefix("torch.")
         raise TypeError(f"{function}: {name} must be integers [B + 1], got {kind}")
-    if torch.compiler.is_compiling():
+    if readable(offsets) is None:
         return
     starts = offsets.tolist()
     if not starts or starts[0] != 0 or starts[-1] != total or starts != sorted(starts):
@@ -614,8 +614,3 @@ def _refuse_given(function: str, **options: object) -> None:
                 f"{function}: {name} must be None, since it is not built: {instead[name]};"
                 f" got {type(value).__name__}"
             )
-
-
-def _is_readable(x: Tensor) -> bool:
-    """Whether its values can be checked without waiting for a device or breaking a graph."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -19,6 +19,7 @@ from linbias.torch.dropout import draw_seed
 from linbias.torch.operators import transforms
 from linbias.torch.operators.direct import PLAIN_TYPES
 from linbias.torch.operators.operator import Inputs, autocasts, without_autocast
+from linbias.torch.operators.values import known_values, readable
 
 Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
 
@@ -80,7 +81,7 @@ def prepare(
         if right is not None:
             check_slopes(function, "right_slopes", right)
         if problem.placed or problem.positions or problem.query_range:
-            if not _request.check_values(function, problem, request, _read, any_order=True):
+            if not _request.check_values(function, problem, request, known_values, any_order=True):
                 problem = replace(problem, any_order=True)
     if problem.query_positions and not (problem.causal or problem.query_start):
         problem = _with_values(function, problem, request)
@@ -102,14 +103,13 @@ def prepare(
 
 def _with_values(function: str, problem: Problem, request: Request[Tensor]) -> Problem:
     """Queries look for the keys beside them, and values must be read on any device."""
-    known = not torch.compiler.is_compiling() and all(
-        x is None or x.device.type != "cpu" or transforms.known_values(x) is not None
-        for x in (request.positions, request.query_positions, request.key_range)
-    )
+    given = request.positions, request.query_positions, request.key_range
+    known = all(x is None or readable(x) is not None for x in given)
     if not known:
         raise NotImplementedError(
             f"{function}: query_positions with causal=False cannot be looked up under"
-            " torch.compile and vmap; say query_start, at which key query 0 stands"
+            " torch.compile and vmap, nor among fake tensors; say query_start, at which key"
+            " query 0 stands"
         )
     if problem.device == "cpu" or 0 in (problem.B, problem.H, problem.T, problem.S):
         return problem
@@ -121,11 +121,6 @@ def _with_values(function: str, problem: Problem, request: Request[Tensor]) -> P
 
 def _has_gradient(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
-
-
-def _read(x: Tensor) -> np.ndarray[Any, Any] | None:
-    """The values, where reading them does not wait for a device."""
-    return transforms.known_values(x) if x.device.type == "cpu" else None
 
 
 def run(
@@ -269,16 +264,9 @@ _last_slopes: dict[str, list[Any]] = {}
 
 def check_slopes(function: str, name: str, slopes: Tensor) -> None:
     """Check the values of slopes, where reading them does not wait for a device."""
-    if slopes.device.type != "cpu":
-        return
-    given = None if transforms.active() else slopes.tolist()
-    if given is not None and given == _last_slopes.get(name):
-        return
-    values = transforms.known_values(slopes)
-    if values is None:
-        return
-    _request.check_slope_values(function, name, values)
-    if given is not None:
+    known = readable(slopes) if slopes.device.type == "cpu" else None
+    if known is not None and (given := known.tolist()) != _last_slopes.get(name):
+        _request.check_slope_values(function, name, np.array(given))
         _last_slopes[name] = given
 
 

@@ -19,8 +19,8 @@ from linbias._request import Problem
 from linbias.torch.dropout import draw_seed
 from linbias.torch.impl import dense
 from linbias.torch.merge import merge
-from linbias.torch.operators import transforms
 from linbias.torch.operators.operator import Inputs
+from linbias.torch.operators.values import readable
 
 # Queries of a run, and keys among them, at most: parts are calls, and each packs the keys it has.
 _RUN = 256
@@ -114,9 +114,9 @@ def _alike(axis: int, *arrays: NDArray[Any]) -> bool:
 
 
 def _values(x: Tensor) -> NDArray[Any]:
-    values = transforms.known_values(x.cpu())
-    assert values is not None, "who asks for any order knows the positions"
-    return values
+    known = readable(x)
+    assert known is not None, "who asks for any order knows the positions"
+    return np.array(known.tolist()).reshape(x.shape)
 
 
 def _tensor(indices: Indices, like: Tensor) -> Tensor:

@@ -43,9 +43,8 @@ def constant(
 
 def default_slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The slopes of a call that names none: `linbias.slopes(num_heads)`, none for no heads."""
+    num_heads = len(range(num_heads))  # of one program there is one: a length is no symbol
     if torch.compiler.is_compiling():
-        # A compiled program has one number of heads: the length of a range is no symbol.
-        num_heads = len(range(num_heads))
         return constant(slopes(num_heads) if num_heads else (), dtype, device)
     return constant(_default_values(num_heads), dtype, device)
 

@@ -26,7 +26,11 @@ def as_tensors(function: str, options: dict[str, Any], device: torch.device) -> 
         )
     numbers = given
     if not torch.compiler.is_compiling():
-        arrays: Any = (x.detach().cpu() if isinstance(x, Tensor) else x for x in given.values())
+        # Of tensors, which stay as they are, the kind of their numbers alone is asked.
+        arrays: Any = (
+            np.empty(0, str(x.dtype).removeprefix("torch.")) if isinstance(x, Tensor) else x
+            for x in given.values()
+        )
         numbers = dict(zip(given, _stamps.as_numbers(function, *arrays), strict=True))
     for name, x in numbers.items():
         if x is not None and not isinstance(given[name], Tensor):

@@ -24,6 +24,7 @@ from transformers import Cache
 
 from linbias.models.decoder.holes import Holes
 from linbias.models.decoder.packing import Packing, find_packing
+from linbias.torch.operators.values import readable
 from linbias.torch.share import share_here
 
 
@@ -105,7 +106,8 @@ class TokenLayout:
 
     @property
     def _kept(self) -> Tensor | None:
-        return None if torch.compiler.is_compiling() else self.is_token
+        is_token = self.is_token
+        return None if is_token is None or readable(is_token) is None else is_token
 
     def to(self, *args: Any, **kwargs: Any) -> "TokenLayout":
         """On another device, where one is named; a dtype, which MPT asks for, means nothing."""
@@ -210,7 +212,7 @@ def read_attention_mask(
         tensor([[2, 4]])
     """
     B, T = new_tokens.shape[:2]
-    if not torch.compiler.is_compiling():
+    if not isinstance(num_cached, Tensor) or readable(num_cached) is not None:
         num_cached = int(num_cached)
     if (pieces := share_here()) is not None:
         pieces.expect(position_ids)
@@ -222,7 +224,7 @@ def read_attention_mask(
         return layout
     check_of_tokens(caller, "position_ids", position_ids, B, T)
     layout = replace(layout, positions=position_ids.long())
-    if torch.compiler.is_compiling():
+    if readable(position_ids) is None:
         if has_cache:
             return layout
         if torch.compiler.is_exporting():
@@ -290,18 +292,18 @@ def _is_token(
     is_token = attention_mask != 0
     if has_room and not isinstance(S, int):
         is_token = is_token & (torch.arange(shape[1], device=is_token.device) < S)
-    return None if not torch.compiler.is_compiling() and is_token.all() else is_token
+    return None if readable(is_token) is not None and is_token.all() else is_token
 
 
 def _may_have_holes(caller: str, is_token: Tensor | None, allowed: bool) -> bool:
     """Whether a row has a hole, or may: in graphs; an error where that is not allowed."""
-    if is_token is None or (allowed and torch.compiler.is_compiling()):
+    if is_token is None or (allowed and readable(is_token) is None):
         return is_token is not None
     starts = is_token.clone()
     starts[:, 1:] &= ~is_token[:, :-1]
     num_runs = starts.sum(-1)
     rule = f"{caller}: attention_mask must mark one unbroken run of tokens per row"
-    if torch.compiler.is_compiling():
+    if readable(is_token) is None:
         torch._assert_async((num_runs <= 1).all(), rule)
         return False
     has_holes = bool((num_runs > 1).any())

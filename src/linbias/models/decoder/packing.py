@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linbias.models.decoder.holes import tokens_first
+from linbias.torch.operators.values import readable
 
 # Lengths up to the same multiple of it share a batch, which costs less than one for each.
 _GRAIN = 64
@@ -79,6 +80,10 @@ def find_packing(position_ids: Tensor, is_token: Tensor | None) -> Packing | Non
     As in Transformers, a text starts where a number is not one more than the number before it;
     what is hidden between two tokens (False in is_token [B, T]) may have been counted or not.
     """
+    if readable(position_ids) is None:
+        raise ValueError(
+            "position_ids must be None for fake tensors, whose values nobody can read"
+        )
     B, T = position_ids.shape
     places = torch.arange(T, device=position_ids.device).expand(B, T)
     if is_token is not None:

@@ -24,6 +24,7 @@ from linbias.models.decoder.layout import FullMask
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights
 from linbias.torch.constant import constant
+from linbias.torch.operators.values import readable
 from linbias.torch.share import refuse_share
 
 
@@ -245,7 +246,7 @@ class Learned(Position):
         self.table = nn.Embedding(config.train_length, config.hidden_size)
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():  # Compiled, the lookup's own range check has to do.
+        if readable(positions) is not None:  # else the lookup's own range check has to do
             self._check_reach(positions)
         return hidden + self.table(positions)
 

@@ -35,6 +35,7 @@ from linbias.models.decoder.linbias import (
 from linbias.models.decoder.positions import Position, make_position
 from linbias.torch import attention, attention_weights
 from linbias.torch.constant import constant
+from linbias.torch.operators.values import readable
 
 
 class CrossAttention(nn.Module):
@@ -311,7 +312,7 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, decoder.Gen
             )
         hidden = labels == -100
         if padding is None:
-            if not torch.compiler.is_compiling() and hidden.any():
+            if readable(hidden) is not None and hidden.any():
                 raise ValueError(
                     f"{type(self).__name__}: config.pad_token_id must be an id where labels hold "
                     "-100, got None"

@@ -40,6 +40,7 @@ from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.decoder.text_marks import MARKS, read_marks, with_marks_in
 from linbias.models.fields import POSITIVE
 from linbias.torch.choice import IMPLEMENTATIONS
+from linbias.torch.operators.values import readable
 
 logger = logging.get_logger(__name__)
 
@@ -283,9 +284,10 @@ def make_mask(
             "without a mask of its own"
         )
     caller = f"{config.model_type} with attn_implementation={NAME!r}"
-    if not torch.compiler.is_compiling():
+    if not isinstance(q_offset, Tensor) or readable(q_offset) is not None:
         q_offset = int(q_offset)
-        check_room(caller, q_offset + q_length, kv_length)
+        if not torch.compiler.is_compiling():
+            check_room(caller, q_offset + q_length, kv_length)
     return read_attention_mask(
         caller,
         attention_mask,
@@ -404,7 +406,7 @@ def _has_several_texts(
 ) -> bool:
     """Whether position_ids mark several texts in a row, as `read_attention_mask` reads them."""
     cache, T = past_key_values if cache is None else cache, position_ids.shape[-1]
-    if T < 2 or (cache is not None and torch.compiler.is_compiling()):
+    if T < 2 or (cache is not None and readable(position_ids) is None):
         return False
     new = None
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:

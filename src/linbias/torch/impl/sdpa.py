@@ -33,7 +33,9 @@ def attention(inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | N
     """Return out [B, H, T, E] in q's dtype and, if wanted, lse [B, H, T], wide."""
     q, k, v = inputs[:3]
     (H, D), (G, E) = q.shape[1::2], v.shape[1::2]
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    # Not where a program is made, nor under `functionalize`, the one transform that comes here.
+    recorded = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if torch.is_grad_enabled() and not recorded:
         q, k, v = FirstDerivatives.apply(q, k, v)
     k, v = blank_outside(k, inputs.key_range), blank_outside(v, inputs.key_range)
     lse = None

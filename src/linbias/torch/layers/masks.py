@@ -13,6 +13,7 @@ from torch import Tensor
 from linbias._request import has_shape
 from linbias.torch.call import describe
 from linbias.torch.operators import transforms
+from linbias.torch.operators.values import may_read, readable
 
 
 class Sizes(NamedTuple):
@@ -112,7 +113,7 @@ def _read_mask(sizes: Sizes, mask: Tensor, is_causal: bool) -> Seen:
 
 def _read_padding(seen: Seen, padding: Tensor) -> Seen:
     """Hide padding [B, S], too: by a range of keys where it lies at ends, else a mask."""
-    if torch.compiler.is_compiling():
+    if readable(padding) is None and not transforms.active():
         ranges = _ranges(padding)
         torch._assert_async(
             _lie_together(padding, ranges).all(),
@@ -205,12 +206,3 @@ def _added(mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
-
-
-def may_read(mask: Tensor) -> bool:
-    """Whether the values can be had, without waiting where a program must not."""
-    if torch.compiler.is_compiling() or transforms.active():
-        return False
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    return type(mask) in (Tensor, torch.nn.Parameter) and mask.device.type != "meta"

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from linbias.torch.layers import masks
+from linbias.torch.operators import transforms
+from linbias.torch.operators.values import may_read, readable
 from linbias.torch.points.functional import attention_points, weights_among_points
 
 
@@ -79,7 +81,7 @@ def _read(padding: Tensor, shape: tuple[int, int], global_tokens: int) -> Sets:
             ((padding == 0) | hidden).all(),
             "key_padding_mask must be bool with points, or hold 0 and -inf alone",
         )
-    if masks.may_read(padding) and not (hidden[:, :-1] & ~hidden[:, 1:]).any():
+    if may_read(padding) and not (hidden[:, :-1] & ~hidden[:, 1:]).any():
         order = None
     else:
         order = hidden.to(torch.uint8).argsort(dim=1, stable=True)
@@ -88,10 +90,10 @@ def _read(padding: Tensor, shape: tuple[int, int], global_tokens: int) -> Sets:
 
 def _require(condition: Tensor, rule: str) -> None:
     """Check what the values tell: at once, in a compiled program when it runs."""
-    if masks.may_read(condition):
+    if may_read(condition):
         if not condition:
             raise ValueError(f"MultiheadAttention: {rule}")
-    elif torch.compiler.is_compiling():
+    elif readable(condition) is None and not transforms.active():
         torch._assert_async(condition, f"MultiheadAttention: {rule}")
 
 
@@ -99,4 +101,5 @@ def _take(x: Tensor, index: Tensor, axis: int) -> Tensor:
     """Take index [B, N] along an axis of x [B, ...]."""
     shape = [1] * x.dim()
     shape[0], shape[axis] = index.shape
-    return torch.take_along_dim(x, index.view(shape), axis)
+    # Not take_along_dim, which makes constants of sizes that are symbols.
+    return x.gather(axis, index.view(shape).expand(*x.shape[:axis], -1, *x.shape[axis + 1 :]))

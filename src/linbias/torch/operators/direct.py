@@ -13,18 +13,18 @@ from linbias.torch.operators.transforms import forward_mode
 _DispatchKey, _DispatchKeySet = torch._C.DispatchKey, torch._C.DispatchKeySet
 
 
-def _bits(*names: str) -> int:
+def bits(*names: str) -> int:
     """The keys of PyTorch's dispatcher as bits."""
-    bits = 0
+    found = 0
     for name in names:
-        bits |= _DispatchKeySet(getattr(_DispatchKey, name)).raw_repr()
-    return bits
+        found |= _DispatchKeySet(getattr(_DispatchKey, name)).raw_repr()
+    return found
 
 
 # Whatever takes part in a call has a key in the dispatcher, on a tensor (a transform of
 # `torch.func`, a subclass, a lazy negative) or on the thread (a mode, a tracer). These are a plain
 # call's: our operators let autocast pass.
-_OTHERS = ~_bits(
+_OTHERS = ~bits(
     *("CPU", "CUDA", "MPS", "XPU"),
     *("AutogradCPU", "AutogradCUDA", "AutogradMPS", "AutogradXPU"),
     *("AutocastCPU", "AutocastCUDA", "AutocastMPS", "AutocastXPU"),
@@ -35,6 +35,11 @@ _compiler_of_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor is what it seems, numbers in memory: fake, wrapped or lazy ones are not."""
+    return not torch._C._dispatch_keys(x).raw_repr() & _OTHERS
+
+
 def unobserved(*tensors: Tensor | None) -> bool:
     """Whether nothing but autograd would see an operator that is called on these tensors here.
 
@@ -42,25 +47,15 @@ def unobserved(*tensors: Tensor | None) -> bool:
         >>> unobserved(torch.ones(2)), unobserved(torch.ones(2, dtype=torch.complex64).conj().imag)
         (True, False)
     """
-    return untransformed(*tensors) and not (
-        torch._C._len_torch_function_stack()
+    if torch.compiler.is_compiling():  # first: the compiler reads no further
+        return False
+    if (
+        forward_mode()  # a tangent has no key
+        or torch._C._len_torch_function_stack()
         or _profiler_runs()
         # between graphs it reads every function that is called
         or _compiler_of_frames() is not None
-    )
-
-
-def untransformed(*tensors: Tensor | None) -> bool:
-    """Whether no compiler, mode, transform or subclass would see an operator on these tensors."""
-    if torch.compiler.is_compiling():  # first: the compiler reads no further
+        or torch._C._dispatch_tls_local_include_set().raw_repr() & _OTHERS
+    ):
         return False
-    if forward_mode():  # a tangent has no key
-        return False
-    bits = torch._C._dispatch_tls_local_include_set().raw_repr()
-    for x in tensors:
-        if x is None:
-            continue
-        if type(x) not in PLAIN_TYPES:
-            return False
-        bits |= torch._C._dispatch_keys(x).raw_repr()
-    return not bits & _OTHERS
+    return all(x is None or (type(x) in PLAIN_TYPES and is_plain(x)) for x in tensors)

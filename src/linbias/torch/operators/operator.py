@@ -386,7 +386,7 @@ _CPU = torch.device("cpu")
 _NOTHING = contextlib.nullcontext()
 _SCHEMA_TYPES: dict[object, str] = {
     **{Tensor: "Tensor", float: "float", bool: "bool", str: "str"},
-    **{Tensor | None: "Tensor?", float | None: "float?", tuple[int, int] | None: "int[]?"},
+    **{Tensor | None: "Tensor?", float | None: "float?", tuple[int, int] | None: "SymInt[]?"},
 }
 
 

@@ -7,34 +7,24 @@ tangents are silently none: where a transform is active, an `autograd.Function` 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 
 def active() -> bool:
-    """Whether a transform of `torch.func`, or forward mode, is running."""
-    return torch._C._are_functorch_transforms_active() or forward_mode()
+    """Whether a transform of `torch.func` that asks for a rule, or forward mode, is running."""
+    if not torch._C._are_functorch_transforms_active():
+        return forward_mode()
+    if torch.compiler.is_compiling():  # which knows none without a rule
+        return True
+    kinds = [layer.key() for layer in torch._C._functorch.get_interpreter_stack()]
+    return any(kind != torch._C._functorch.TransformType.Functionalize for kind in kinds)
 
 
 def forward_mode() -> bool:
     """Whether tensors may carry tangents; inside further transforms a tensor cannot be asked."""
     return forward_ad._current_level >= 0
-
-
-def known_values(x: Tensor) -> np.ndarray[Any, Any] | None:
-    """The values of a tensor on the CPU, whatever transforms wrap it; None under `vmap`.
-
-    Example:
-        >>> torch.func.grad(lambda x: x.sum() * known_values(x).item())(torch.tensor([3.0]))
-        tensor([3.])
-    """
-    if not active():
-        return x.detach().numpy()
-    values = torch.func.debug_unwrap(x)
-    # Within a transform, detach would wrap them again.
-    return np.array(values.tolist()).reshape(x.shape) if values.shape == x.shape else None
 
 
 def function(

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linbias.torch.operators.values import may_read
 from linbias.torch.packed.varlen import attention_varlen
 
 
@@ -21,7 +22,7 @@ def attention(
     """Run `attention` on nested tensors [B, H, lengths, D], each sequence by itself."""
     packed = [_packed(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     (rows, starts), (keys, key_starts), (values, value_starts) = packed
-    if key_starts is not value_starts and not torch.equal(key_starts, value_starts):
+    if _differ(key_starts, value_starts):
         raise ValueError("attention: k and v are nested tensors whose sequences differ in length")
     for name, offsets in (("positions", key_starts), ("query_positions", starts)):
         if options.get(name) is not None:
@@ -40,6 +41,10 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def _differ(offsets: Tensor, others: Tensor) -> bool:
+    return offsets is not others and may_read(offsets) and not torch.equal(offsets, others)
+
+
 def _packed_places(name: str, x: Any, starts: Tensor) -> Tensor:
     """Nested positions [B, lengths] or [B, H, lengths] end to end: [total] or [total, H]."""
     if (
@@ -54,7 +59,7 @@ def _packed_places(name: str, x: Any, starts: Tensor) -> Tensor:
             " or [B, H, lengths]"
         )
     by_rows = x.transpose(1, 2) if x.dim() == 3 else x
-    if by_rows.offsets() is not starts and not torch.equal(by_rows.offsets(), starts):
+    if _differ(by_rows.offsets(), starts):
         raise ValueError(f"attention: {name} is a nested tensor whose sequences differ in length")
     return by_rows.values()
 
@@ -65,7 +70,7 @@ def _packed_ranges(ranges: Any, starts: Tensor) -> Tensor:
         raise TypeError(
             "attention: query_range of nested tensors must be a jagged tensor [B, lengths, 2]"
         )
-    if not torch.equal(ranges.offsets(), starts):
+    if _differ(ranges.offsets(), starts):
         raise ValueError(
             "attention: query_range is a nested tensor whose sequences differ in length"
         )

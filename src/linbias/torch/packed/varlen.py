@@ -20,6 +20,7 @@ from linbias.torch.call import (
     widen,
 )
 from linbias.torch.dropout import draw_seed
+from linbias.torch.operators.values import readable
 from linbias.torch.packed import sequences as packed
 from linbias.torch.share import refuse_share
 from linbias.torch.standing import Positions
@@ -119,7 +120,7 @@ def attention_varlen(
         implementation=implementation,
         **{"positions": None, "query_positions": None, **given},
     )
-    if torch.compiler.is_compiling():
+    if any(isinstance(x, Tensor) and readable(x) is None for x in (cu_seqlens_q, cu_seqlens_k)):
         q, k, v = autocast(q, k, v)
         seed = draw_seed(q.device) if call.dropout else None
         out, lse = _operator(*call._replace(q=q, k=k, v=v, seed=seed))
@@ -268,7 +269,7 @@ def _as_places(options: dict[str, Any], q: Tensor, k: Tensor) -> None:
         raise ValueError(
             f"{function}: query_positions lie among positions of keys; give positions too"
         )
-    totals = {"positions": ("total_k", len(k)), "query_positions": ("total_q", len(q))}
+    totals = {"positions": ("total_k", k.shape[0]), "query_positions": ("total_q", q.shape[0])}
     # What is no tensor yet is read along its last axis: that of the tokens, for a while.
     for name in totals:
         if not isinstance(x := options.get(name), Tensor) and x is not None:

@@ -16,10 +16,11 @@ from linbias.torch.dropout import draw_seed
 from linbias.torch.operators import transforms
 from linbias.torch.operators.direct import unobserved
 from linbias.torch.operators.operator import without_autocast
+from linbias.torch.operators.values import known_values
 from linbias.torch.points import blocked as points_blocked
 from linbias.torch.points import cpu as points_cpu
 from linbias.torch.points import dense as points_dense
-from linbias.torch.points.geometry import PointInputs
+from linbias.torch.points.geometry import NUM_ARRAYS, PointInputs
 from linbias.torch.points.units import warn_of_units
 from linbias.torch.share import refuse_share
 
@@ -168,7 +169,8 @@ def attention_points(
             dropout=dropout,
             tolerance=tolerance,
         )
-        if q.device.type == "cpu" and unobserved():  # so that reading values waits for nobody
+        arrays: tuple[Any, ...] = inputs[:NUM_ARRAYS]
+        if q.device.type == "cpu" and unobserved(*arrays):  # so that reading waits for nobody
             warn_of_units(function, inputs)
         turn = IMPLEMENTATIONS
         if problem.B * problem.H * problem.T * problem.S <= _FEW_SCORES:
@@ -308,6 +310,6 @@ def _check_values(
 
 
 def _read(x: Tensor | None) -> np.ndarray[Any, Any] | None:
-    if x is None or x.device.type != "cpu":
+    if x is None:
         return None
-    return transforms.known_values(x.double() if x.dtype in _WITHOUT_NUMPY else x)
+    return known_values(x.double() if x.dtype in _WITHOUT_NUMPY else x)
