@@ -114,7 +114,7 @@ def _with_values(function: str, problem: Problem, request: Request[Tensor]) -> P
     if problem.device == "cpu" or 0 in (problem.B, problem.H, problem.T, problem.S):
         return problem
     in_order = _request.check_values(
-        function, problem, request, lambda x: transforms.known_values(x.cpu()), any_order=True
+        function, problem, request, lambda x: known_values(x.cpu()), any_order=True
     )
     return problem if in_order else replace(problem, any_order=True)
 
