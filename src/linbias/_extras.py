@@ -17,7 +17,7 @@ PARTS = {
     "linbias.jax.flax": ("jax", ("jax", "flax")),
     "linbias.explore.notebook": ("notebook", ("anywidget",)),
     "linbias.models": ("lm", ("torch", "transformers", "tokenizers", "safetensors")),
-    "linbias.models.embed": ("embed", ("sentence_transformers",)),
+    "linbias.models.passages": ("embed", ("sentence_transformers",)),
     "linbias.data": ("lm", ("tokenizers",)),
     "linbias.plots": ("plots", ("matplotlib",)),
     "linbias.lm": (
@@ -66,7 +66,7 @@ def _asked_of(package: str) -> tuple[str, str]:
     except metadata.PackageNotFoundError:  # a checkout on the path
         requirements = []
     for words in requirements:
-        if asked := re.match(rf"{package}>=([\d.]+)", words):
+        if asked := re.match(rf"{package.replace('_', '-')}>=([\d.]+)", words):
             until = re.search(r'python_version < "([\d.]+)"', words)
             return asked[1], until[1] if until else ""
     return "", ""

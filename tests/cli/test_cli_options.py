@@ -14,10 +14,10 @@ NAMES = """
     accumulation batch-size batch-tokens back batches-per-step call causal chunk clip
     context-parallel context-window corpus csv dataset device dict epochs fsdp fuse head init
     initial-learning-rate json learning-rate length limit-tokens log-steps max-bias max-bytes
-    max-length max-new-tokens max-tokens methods min-learning-rate momentum no-fuse no-open
-    normalize nwords output period plot pooling position precision preset prompt prompt-file
+    max-new-tokens max-tokens methods min-learning-rate momentum no-fuse no-open
+    nwords output period plot position precision preset prompt prompt-file
     query quiet results resume rows-multiple save-steps schedule seconds seed seeds set shrink
-    slope slope-scale spans split steps stream stride symmetric t-mult task temperature tensorboard
+    slope slope-scale split steps stream stride symmetric t-mult task temperature tensorboard
     text test test-lengths threads threshold tokenizer tokens tolerance top-k train train-length
     train-lengths valid validate-lengths validate-steps version vocab-size warmup-steps
     weight-decay workers

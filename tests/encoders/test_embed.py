@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from linbias.data.tokenizers import byte_tokenizer
 from linbias.models import LinbiasBertConfig, LinbiasBertModel, embed, install, load
-from linbias.models.embed import sentences
+from linbias.models.passages import sentences
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -242,6 +242,6 @@ def test_refused_models(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     with pytest.raises(ValueError, match="model must have a fast tokenizer, got a "):
         embed(model, ["near"])
-    monkeypatch.setattr("linbias.models.embed.LinbiasBertModel", torch.nn.Linear)
+    monkeypatch.setattr("linbias.models.passages.LinbiasBertModel", torch.nn.Linear)
     with pytest.raises(ValueError, match="must be an encoder of linbias, got a LinbiasBert"):
         embed(model, ["near"])

@@ -244,7 +244,7 @@ def test_a_damaged_configuration_is_one_clear_error(content: str, tmp_path: Path
     [
         ({"position": "absolute"}, "LinbiasConfig: position must be one of .*, got 'absolute'"),
         ({"id2label": "x"}, "LinbiasConfig: id2label must be None or a mapping, got 'x'"),
-        ({"model_type": "gpt2", "num_hidden_layers": 10**6}, "GPT2Config: num_hidden_layers must"),
+        ({"model_type": "gpt2", "num_hidden_layers": 10**6}, "GPT2Config: n_layer must"),
         ({"quantization_config": 3}, ""),
     ],
     ids=str,

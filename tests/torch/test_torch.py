@@ -500,7 +500,7 @@ def test_numbers_of_a_mask_are_added_to_the_scores(implementation, dtype):
     flat = {"slopes": [0.0] * H, "causal": False}
     expected = linbias.attention(*arrays, inputs.left)
     np.testing.assert_allclose(linbias.attention(*arrays, **flat, mask=bias), expected, atol=1e-6)
-    assert linbias.explain(*arrays, **flat, mask=bias).weight.max() <= 1
+    assert linbias.explain(*arrays, **flat, mask=bias).weights.max() <= 1
 
     q, k, v = (torch.tensor(x, dtype=getattr(torch, dtype)) for x in arrays)
     mask = torch.tensor(bias).to(q.dtype if dtype == "float64" else torch.float32).requires_grad_()

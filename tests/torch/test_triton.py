@@ -381,7 +381,7 @@ UNREAD = {
 def test_positions_on_a_device_may_be_anything(T, placed, little_tiles, monkeypatch):
     """The kernels clamp them; `little_tiles` refuses stray addresses."""
     key_range, query_start, meant_range, meant_start = UNREAD[placed]
-    monkeypatch.setattr(call, "_read", lambda _: None)
+    monkeypatch.setattr(call, "known_values", lambda _: None)
     torch.manual_seed(0)
     arrays = [torch.randn(2, 2, n, 8, requires_grad=T > 4) for n in (T, 53, 53)]
     found = []

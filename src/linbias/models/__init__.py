@@ -18,7 +18,6 @@ from linbias.models.convert import convert
 from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
 from linbias.models.decoder.linbias import LinbiasForCausalLM, LinbiasForMaskedLM, LinbiasModel
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration, LinbiasSeq2SeqModel
-from linbias.models.embed import Embedded, embed
 from linbias.models.encoders.bert import (
     LinbiasBertForMaskedLM,
     LinbiasBertForSequenceClassification,
@@ -29,6 +28,7 @@ from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.families import install
 from linbias.models.fused import fuse, unfuse
 from linbias.models.loading import load, load_tokenizer
+from linbias.models.passages import Embedded, embed
 from linbias.models.window_cache.cache import WindowCache
 
 # What a program calls. The other names above are those of models that `load` and training make.

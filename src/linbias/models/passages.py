@@ -96,7 +96,7 @@ def embed(
 
     Source of late chunking: Guenther et al., arXiv 2409.04701.
     """
-    _extras.require("linbias.models.embed")
+    _extras.require("linbias.models.passages")
     if isinstance(documents, str) or not all(isinstance(text, str) for text in documents):
         raise TypeError("embed: documents must be a sequence of texts")
     for name, number in (("max_length", max_length), ("batch_size", batch_size)):
