@@ -4,8 +4,8 @@
 or MPT model at hand; `embed` makes vectors of documents and their passages; `convert` writes
 encoders as folders that Transformers reads alone; `WindowCache` reads endless texts.
 `LinbiasForCausalLM`, `LinbiasForMaskedLM` and `LinbiasForConditionalGeneration` are models to
-train. Importing this tells Transformers' `Trainer` which classes predict the next token, and
-changes nothing else; `install` makes the families known to its Auto classes.
+train. Importing this changes nothing in Transformers; `install` makes the families known to its
+Auto classes.
 """
 
 # ruff: noqa: F401  # not all that is made here is listed below

@@ -7,7 +7,7 @@ modules as the family's weights are named: `linbias.py`, `baichuan.py`,
 
 from dataclasses import replace
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import transformers
@@ -333,10 +333,10 @@ class Decoder(DecoderPreTrainedModel):
 class CausalGenerationMixin(GenerationMixin):
     """A model whose head predicts the next token."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
+    def __new__(cls, *_: Any, **__: Any) -> Self:
         # Trainer's label smoothing shifts labels for classes that are named here, and no others.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
+        return super().__new__(cls)
 
 
 def asked(
