@@ -234,22 +234,22 @@ def no_cache(model: Any) -> Any:
     assert model(IDS).past_key_values is None
 
 
-class Rounded(QuantizedLayer):
-    """Keys and values in 16 bits, but for the last three."""
+class Shrunk(QuantizedLayer):
+    """Keys and values are changed, but for the last three; rounding would make errors jump."""
 
     def __init__(self) -> None:
         super().__init__(residual_length=3)
 
     def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
-        return tensor.bfloat16()
+        return 0.9 * tensor
 
     def _dequantize(self, tensor: Tensor) -> Tensor:
-        return tensor.float()
+        return tensor
 
 
 @case
 def a_quantized_cache(model: Any) -> Any:
-    cache = Cache(layers=[Rounded(), Rounded()])
+    cache = Cache(layers=[Shrunk(), Shrunk()])
     start = model(IDS[:, :7], past_key_values=cache).logits
     rest = [model(IDS[:, i : i + 1], past_key_values=cache).logits for i in range(7, 12)]
     assert not torch.equal(rest[-1], model(IDS).logits[:, -1:])
