@@ -159,7 +159,7 @@ def check_mask(caller: str, mask: Any) -> None:
         raise ValueError(
             f"{caller}: attention_mask must have shape [B, S], got {list(mask.shape)}"
         )
-    if mask.is_floating_point() and not torch.compiler.is_compiling():
+    if mask.is_floating_point() and readable(mask) is not None:
         if len(wrong := mask[~(mask >= 0)]):
             raise ValueError(
                 f"{caller}: attention_mask [B, S] must be 0 at padding and positive at tokens, "

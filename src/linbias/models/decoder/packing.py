@@ -82,7 +82,7 @@ def find_packing(position_ids: Tensor, is_token: Tensor | None) -> Packing | Non
     """
     if readable(position_ids) is None:
         raise ValueError(
-            "position_ids must be None for fake tensors, whose values nobody can read"
+            "linbias: position_ids must be None among fake tensors, whose values nobody can read"
         )
     B, T = position_ids.shape
     places = torch.arange(T, device=position_ids.device).expand(B, T)
