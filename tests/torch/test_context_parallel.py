@@ -276,6 +276,7 @@ REFUSED = [
     ({"halo": [1, 2]}, "halo must be a number, or one for each of 4"),
     ({"halo": 1, "lengths": [5, 5]}, OF_PIECES),
     ({"key_range": np.array([[0, 99]])}, "key_range must be 0 <= first <= end <= S = 40, got"),
+    ({"key_range": np.array([[0.0, 9.5]])}, "key_range must hold integers, got float64"),
     ({"key_range": np.array([0, 9])}, r"must have shape \[B, 2\] = \[1, 2\], got \[2\]"),
     ({"mask": np.ones((10, 10), bool)}, "unknown|mask"),
     ({"positions": -np.arange(10.0)}, "positions must not fall, got -1.0 after -0.0"),
@@ -424,11 +425,18 @@ def test_documents_cut_by_the_edges_of_pieces(
         assert sum(told[0] for *_, told in found) == 4 * 3 * (1024 + 4) * 8
 
 
-def test_edges_of_documents_that_are_wrong(four: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("edges", "words"),
+    [
+        ([0, 30], "cu_seqlens must start at 0, never fall and end at 40"),
+        ([0.0, 40.0], "cu_seqlens must hold integers, got float32"),
+    ],
+)
+def test_edges_of_documents_that_are_wrong(four: Ranks, edges: list[Any], words: str) -> None:
     arrays = {n: np.ones((10, 4, 8)) for n in ("q", "k", "v", "dout")}
-    four.start("pieces:attend_packed", [({**arrays, "slopes": np.ones(4)}, [0, 30], {})] * 4)
+    four.start("pieces:attend_packed", [({**arrays, "slopes": np.ones(4)}, edges, {})] * 4)
     for answer in four.wait():
-        assert "cu_seqlens must start at 0, never fall and end at 40" in str(answer)
+        assert words in str(answer)
 
 
 def test_the_bound_is_attained(four: Ranks) -> None:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from linbias.models import LinbiasConfig, LinbiasForCausalLM
-from linbias.torch import MultiheadAttention
+from linbias.torch import MultiheadAttention, attention
 
 rank, file = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
@@ -25,10 +26,13 @@ plan["out_proj"] = RowwiseParallel()
 def refused(call, words):
     try:
         call()
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         assert words in str(error), error
     else:
         raise AssertionError(words)
+
+x = distribute_tensor(torch.randn(1, 2, 3, 4), mesh)
+refused(lambda: attention(x, x, x), "q must be a tensor of all its values, which a DTensor is not")
 
 learned = {"variant": "asymmetric", "learned": True}
 for options in ({}, learned, {"num_kv_heads": 2}, {"variant": "directional"}):
