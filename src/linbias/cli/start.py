@@ -245,7 +245,7 @@ def extrapolate(
     ] = None,
     seeds: Annotated[str, option("One model of each kind per seed.")] = "0",
     stride: options.Stride = None,
-    limit_tokens: options.LimitTokens = 16384,
+    limit_tokens: options.LimitTokens = 32768,
     fields: options.Fields = None,
     corpus: options.Corpus = "stdlib",
     tokenizer: options.Tokenizer = "bytes",

@@ -226,7 +226,7 @@ class ExtrapolateSettings(Checked):
     vocab_size: int = 4096
     max_bytes: int | None = None
     stride: int | None = None
-    limit_tokens: int | None = 16384
+    limit_tokens: int | None = 32768
     # With so few tokens, many small steps are better. Bits per byte of ALiBi after 500 k tokens:
     # 2.94 with batches of 8 sequences (learning rate 1e-3; 3.06 with 2e-3), 3.28 with 16 (2e-3).
     # After 154 k with batches of 4: 3.60, and 3.59 at 16 times the length; sinusoidal 3.85, 4.22.
