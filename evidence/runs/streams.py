@@ -1,7 +1,7 @@
 """Endless texts measured: what `WindowCache` keeps, how exact, large and fast it is, and attacks.
 
-    python evidence/runs/streams.py "make run"=output/extrapolate/models/alibi-L128-s0
-    python evidence/runs/streams.py "make run"=FOLDER --only score --only decode # a stage or two,
+    python evidence/runs/streams.py "450 steps"=output/longer/models/alibi-L128-s0
+    python evidence/runs/streams.py "450 steps"=FOLDER --only score --only decode # a stage or two,
     anew python evidence/runs/streams.py --only write # docs/guides/endless-texts.md, from records
 
     windows   what the weights say, beside the worst input that a search finds

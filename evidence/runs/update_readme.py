@@ -271,6 +271,29 @@ def points_table() -> str:
     )
 
 
+def around_table() -> str:
+    """What a whole model takes, as it is and compiled."""
+    columns = {"model-512": "512 tokens", "model-1-after-512": "one after 512"}
+    records = [r for r in newest_records("model-") if r["case"] in columns]
+    dtypes, rows = unique(records, "dtype"), []
+    for name in unique(records, "implementation"):
+        of = {(r["case"], r["dtype"]): median(r) for r in records if r["implementation"] == name}
+        rows.append([name, *(of[case, dtype] for case in columns for dtype in dtypes)])
+    heads = [f"{words}, {dtype}" for words in columns.values() for dtype in dtypes]
+    text = f"BLOOM-560m's shape, fused; {where(records[-1])}, `{BENCH}/bench_around.py`."
+    return f"{table(['ms', *heads], rows)}\n\n{text}"
+
+
+def busy_table() -> str:
+    """What busy processes cost one that computes with PyTorch, by how its threads wait."""
+    records = newest_records("token beside")
+    cases, names = unique(records, "case"), unique(records, "implementation")
+    rows = rows_of(records, names, cases, lambda r: f"{r['p50_ms']:.1f}")
+    text = f"A token of four layers of BLOOM-560m's shape, {where(records[-1])}"
+    lines = table(["ms", *cases], ([name, *cells] for name, cells in rows.items()))
+    return f"{lines}\n\n{text}, `{BENCH}/bench_around.py`."
+
+
 def written_parts() -> dict[tuple[str, str], str]:
     """What records say, by document and part."""
     return {
@@ -279,6 +302,8 @@ def written_parts() -> dict[tuple[str, str], str]:
         ("docs/index.md", "speed in a sentence"): speed_sentence(PEERS),
         ("docs/kernels.md", "benchmark"): benchmark_table(),
         ("docs/kernels.md", "short"): short_tables(),
+        ("docs/kernels.md", "around"): around_table(),
+        ("docs/faq.md", "busy"): busy_table(),
         ("docs/jax.md", "benchmark"): jax_table(),
         ("docs/guides/train-short.md", "extrapolation"): extrapolation_tables(),
         ("docs/guides/train-short.md", "learned steps"): learned_steps_tables(),

@@ -72,8 +72,8 @@ def main() -> None:
     layers = {f"layer {index}": arrays for index, arrays in enumerate(trained)}
     text = (
         f"{options.length:,} tokens, float32, tolerance 2^-24, tiles of {ROWS} x {KEYS}; heads in"
-        " the order of `linbias.slopes`. `python evidence/runs/work_kept.py`; the model: `make"
-        " run`, ALiBi."
+        " the order of `linbias.slopes`. `python evidence/runs/work_kept.py`; the model: ALiBi"
+        " of `linbias extrapolate --steps 450 --batch-size 8`."
     )
     content = "\n\n".join([table(noise), table(layers), text])
     fill("docs/kernels.md", {"work kept": content})

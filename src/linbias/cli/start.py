@@ -257,7 +257,7 @@ def extrapolate(
 ) -> None:
     """Train short, test long: the paper's experiment, with plots and a report.
 
-    The defaults take three to four minutes on two cores.
+    The defaults take three minutes on two cores.
     Interrupted, the same command continues the run.
 
     \b
