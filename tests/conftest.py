@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,6 +65,18 @@ def files_that_need_not_reach_the_disk():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_other_files():
+    """Forget what JAX compiled for a file of tests.
+
+    Each program maps memory, a hundred maps for a test that differentiates; Linux allows a process
+    65,530, and ends it beyond.
+    """
+    yield
+    if (jax := sys.modules.get("jax")) is not None:
+        jax.clear_caches()
 
 
 @pytest.fixture
