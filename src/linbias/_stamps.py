@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from linbias._request import as_array, check_position_type
+from linbias._request import check_holds
+from linbias._values import as_array
 
 Array = npt.NDArray[Any]
 
@@ -28,7 +29,7 @@ def as_numbers(
         return _as_ticks(function, x, xq)
     for name, y in (("positions", x), ("query_positions", xq)):
         if y is not None:
-            check_position_type(function, name, y.dtype.name)
+            check_holds(function, name, y.dtype.name, "positions")
     return x, xq
 
 

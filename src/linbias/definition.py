@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Never, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _request
+from linbias import _names, _values
 from linbias._arrays import Array as Array
 from linbias._arrays import Float64 as Float64
 from linbias._arrays import Inputs, Options, prepare, split_heads
@@ -87,18 +87,18 @@ def bias(
     encoder attention in the paper's repository.
     """
     if unknown:
-        _request.refuse_unknown("bias", unknown, bias)
-    left = _request.real_array("bias", "slopes", slopes).astype(np.float64)
+        _names.refuse_unknown("bias", unknown, bias)
+    left = _values.real_array("bias", "slopes", slopes).astype(np.float64)
     right = left
     if right_slopes is not None:
-        right = _request.real_array("bias", "right_slopes", right_slopes).astype(np.float64)
+        right = _values.real_array("bias", "right_slopes", right_slopes).astype(np.float64)
     if left.ndim not in (1, 2):
         meant = f"; linbias.slopes({left:g}) are those of {left:g} heads" if left.ndim == 0 else ""
         raise ValueError(
             f"bias: slopes must have shape [H] or [B, H], got {list(left.shape)}{meant}"
         )
     for name, values in (("slopes", left), ("right_slopes", right)):
-        _request.check_slope_values("bias", name, values)
+        _values.check_slope_values("bias", name, values)
     left, right = np.broadcast_arrays(left, right)
     order = distances(T, S, query_start)
     return _bias(left, right, order, order)
@@ -135,7 +135,7 @@ def attention(
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Array: ...
-@_request.takes(Options)
+@_names.show_keywords(Options)
 def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -227,7 +227,7 @@ def attention(
     return (out, inputs.restore(steps.lse)) if return_lse else out
 
 
-@_request.takes(Options)
+@_names.show_keywords(Options)
 def attention_weights(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -265,7 +265,7 @@ class Gradients(NamedTuple):
     dquery_positions: Float64 | None = None
 
 
-@_request.takes(Options)
+@_names.show_keywords(Options)
 def attention_backward(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,
@@ -318,7 +318,7 @@ def attention_backward(
     if dlse is not None:
         given["dlse"] = (dlse, rows)
     for name, (values, shape) in given.items():
-        own = _request.real_array("attention_backward", name, values).shape
+        own = _values.real_array("attention_backward", name, values).shape
         if own != shape:
             raise ValueError(
                 f"attention_backward: {name} must have shape {list(shape)}, got {list(own)}"
@@ -396,9 +396,9 @@ def merge(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike]) -> tuple
         >>> np.allclose(merge(*zip(*parts))[0], attention(q, k, v, [0.5]))
         True
     """
-    values = [_request.real_array("merge", "outs", out) for out in outs]
-    logs = [_request.real_array("merge", "lses", lse) for lse in lses]
-    _request.check_parts([out.shape for out in values], [lse.shape for lse in logs])
+    values = [_values.real_array("merge", "outs", out) for out in outs]
+    logs = [_values.real_array("merge", "lses", lse) for lse in lses]
+    check_parts([out.shape for out in values], [lse.shape for lse in logs])
     parts = np.stack([lse.astype(np.float64) for lse in logs])
     highest = parts.max(0)
     highest = np.where(np.isneginf(highest), 0.0, highest)  # any finite number serves an empty row
@@ -446,3 +446,17 @@ def compute(inputs: Inputs) -> Steps:
         lse = (pivot + np.log(row_sum))[..., 0]
     output = weights @ inputs.per_query_head(inputs.v)
     return Steps(raw, scaled, bias, scores, weights, lse, output)
+
+
+def check_parts(outs: Sequence[tuple[int, ...]], lses: Sequence[tuple[int, ...]]) -> None:
+    """Parts to merge: as many outs [..., T, E] as lses [..., T], the same shapes for all."""
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"merge: outs and lses must be as many, at least 1, got {len(outs)} and {len(lses)}"
+        )
+    for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out != outs[0] or lse != outs[0][:-1]:
+            raise ValueError(
+                f"merge: every part must have out {list(outs[0])} and lse {list(outs[0][:-1])},"
+                f" got {list(out)} and {list(lse)} in part {index}"
+            )

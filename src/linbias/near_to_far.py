@@ -30,7 +30,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _request
+from linbias import _names, _values
 from linbias._arrays import Array, Float64, Inputs, Options, Unmasked, prepare
 from linbias.definition import attention_weights
 
@@ -97,7 +97,7 @@ def _attend(rows: "_Rows", tolerance: float, size: int) -> tuple[Float64, Float6
     return acc / seen[:, None], lse, tile
 
 
-@_request.takes(Unmasked)
+@_names.show_keywords(Unmasked)
 def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -139,7 +139,7 @@ def attention(
             f" got {tolerance}, {rows}, {keys}"
         )
     if "mask" in options:
-        _request.refuse_unknown("near_to_far", options, attention)
+        _names.refuse_unknown("near_to_far", options, attention)
     inputs = prepare("near_to_far", q, k, v, slopes, **options)
     if inputs.ranks is not None:
         raise ValueError(
@@ -360,7 +360,7 @@ def window(
         [67.1, inf]
     """
     slope, q_norm, k_norm = (np.asarray(x, np.float64) for x in (slope, q_norm, k_norm))
-    _request.check_slope_values("window", "slope", slope)
+    _values.check_slope_values("window", "slope", slope)
     if not 0 < tolerance < 1:
         raise ValueError(f"window: tolerance must be in (0, 1), got {tolerance}")
     nats = 2 * abs(scale) * q_norm * k_norm + log_geometric(slope, num_keys) - math.log(tolerance)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _request
+from linbias import _values
 from linbias.definition import Float64
 from linbias.near_to_far import log_geometric
 
@@ -135,7 +135,7 @@ def window_of_lead(
         [56.0, 8239.0, inf]
     """
     lead, slope = np.asarray(lead, np.float64), np.asarray(slope, np.float64)
-    _request.check_slope_values("window_of_lead", "slope", slope)
+    _values.check_slope_values("window_of_lead", "slope", slope)
     if not 0 < tolerance < 1:
         raise ValueError(f"window_of_lead: tolerance must be in (0, 1), got {tolerance}")
     nats = lead + log_geometric(slope, math.inf) - math.log(tolerance)

@@ -211,9 +211,9 @@ MESSAGES = [
     (dict(query_range=ranged(3, 9)), ValueError,
      r"query_range must have shape \[T, 2\] = \[9, 2\] or \[B, T, 2\] = \[2, 9, 2\], got \[3, 9"),
     (dict(query_range=ranged(9).at[4].set(np.array([2, 10]))), ValueError,
-     r"query_range must be 0 <= first <= end <= S = 9, got \[2, 10\] for query 4"),
+     r"query_range must be 0 <= first <= end <= S = 9, got \[2, 10\] in query 4"),
     (dict(query_range=ranged(2, 9).at[1, 8].set(np.array([3, 2]))), ValueError,
-     r"query_range must .*, got \[3, 2\] for query 8 of batch row 1"),
+     r"query_range must .*, got \[3, 2\] in batch row 1, query 8"),
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _request
+from linbias import _values
 from linbias.compat._rules import check_head_size
 from linbias.definition import Float64, attention_weights, bias
 from linbias.explain import explain
@@ -129,9 +129,7 @@ class ALiBiAttention:
     def _heads(self, method: str, *matrices: npt.ArrayLike) -> list[npt.NDArray[Any]]:
         """Q, K and V as [n_heads, N, d_k]."""
         function = f"ALiBiAttention.{method}"
-        arrays = [
-            _request.real_array(function, n, x) for n, x in zip("QKV", matrices, strict=True)
-        ]
+        arrays = [_values.real_array(function, n, x) for n, x in zip("QKV", matrices, strict=True)]
         for name, array in zip("QKV", arrays, strict=True):
             if array.ndim != 2 or array.shape != (len(arrays[0]), self.d_model):
                 raise ValueError(

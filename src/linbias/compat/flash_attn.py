@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linbias import _request
+from linbias import _request, _values
 from linbias.torch import attention, attention_varlen
 from linbias.torch.call import as_int64
 from linbias.torch.operators.values import known_values, readable
@@ -483,7 +483,7 @@ def _slopes(function: str, alibi_slopes: Any, B: int, H: int) -> Tensor | list[f
             f" got {list(alibi_slopes.shape)}"
         )
     if (values := known_values(alibi_slopes.double())) is not None:
-        _request.check_slope_values(function, "alibi_slopes", values)
+        _values.check_slope_values(function, "alibi_slopes", values)
     return alibi_slopes
 
 

@@ -1,5 +1,6 @@
 """A call of attention: check its arguments, fill in what is left open, choose, run."""
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from linbias import _dispatch, _request, _stamps
+from linbias import _dispatch, _request, _stamps, _values
 from linbias._request import Described, Problem, Request
 from linbias.jax import standing
 from linbias.jax.dropout import draw_seed
@@ -26,6 +27,9 @@ IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (cpu, blocked, dense)
 
 ArrayLike = Array | np.ndarray[Any, Any]
 Slopes = ArrayLike | Sequence[float]
+
+
+_FIELDS = {field.name for field in dataclasses.fields(Inputs)}
 
 
 @own_code()
@@ -66,8 +70,8 @@ def prepare(
     }
     problem = _request.check(function, request._replace(**described), "BTHD")
     _request.warn_of_layout(function, problem, "BTHD", depth=4)
-    _request.check_slopes(function, request, _read)
-    _request.check_values(function, problem, request, _read, depth=4)
+    _values.check_slopes(function, request, _read)
+    _values.check_values(function, problem, request, _read, depth=4)
     if problem.dropout and request.dropout_key is None:
         raise ValueError(
             f"{function}: dropout needs a dropout_key, got None (dropout {problem.dropout})"
@@ -101,7 +105,7 @@ def prepare(
         x, xq = standing.in_parts(x, xq, _known_ranges(request, problem))
     inputs = Inputs(
         **{
-            **filled,
+            **{name: x for name, x in filled.items() if name in _FIELDS},
             **{name: jnp.asarray(filled[name]) for name in "qkv"},
             "left": jnp.broadcast_to(filled["left"], of_heads),
             "right": None if right is None else jnp.broadcast_to(right, of_heads),
@@ -119,7 +123,7 @@ def _known_ranges(request: Request[ArrayLike], problem: Problem) -> np.ndarray[A
     """The ranges of keys of all query heads, [B, 1 or H, 2], where they can be read."""
     if request.key_range is None or (ranges := _read(request.key_range)) is None:
         return None
-    ranges = _request.as_int64(ranges)
+    ranges = _values.as_int64(ranges)
     if ranges.ndim == 2:
         return ranges[:, None]
     return ranges.repeat(problem.H // max(1, problem.G), axis=1)
@@ -213,7 +217,7 @@ def _device(array: ArrayLike) -> str:
 def _as_slopes(function: str, name: str, values: Slopes, wide: type) -> ArrayLike:
     """Slopes in the wide dtype; what is no JAX array stays in NumPy, known even when tracing."""
     if not isinstance(values, Array):
-        return _request.real_array(function, name, values).astype(wide)
+        return _values.real_array(function, name, values).astype(wide)
     if jnp.iscomplexobj(values):
         raise TypeError(f"{function}: {name} must hold real numbers, got {values.dtype.name}")
     return values.astype(wide)

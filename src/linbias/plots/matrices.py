@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 import linbias.definition
-from linbias import _matrix, _request
+from linbias import _matrix, _names
 from linbias._matrix import Matrix, Scale, average_of
 from linbias.definition import Float64
 from linbias.explain import Explanation
@@ -70,7 +70,7 @@ def bias(
         ['head 0, slope 1/4', 'head 1, slope 1/16']
     """
     if unknown:
-        _request.refuse_unknown("plots.bias", unknown, bias)
+        _names.refuse_unknown("plots.bias", unknown, bias)
     if causal and right_slopes is not None:
         raise ValueError("plots.bias: right_slopes needs causal=False, got both")
     slopes = np.asarray(slopes, np.float64)

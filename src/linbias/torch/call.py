@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linbias import _dispatch, _request
+from linbias import _dispatch, _request, _values
 from linbias._request import Described, Problem, Request
 from linbias.torch import clocks, standing
 from linbias.torch.choice import asked_in_turn
@@ -81,12 +81,12 @@ def prepare(
         if right is not None:
             check_slopes(function, "right_slopes", right)
         if problem.placed or problem.positions or problem.query_range:
-            if not _request.check_values(function, problem, request, known_values, any_order=True):
+            if not _values.check_values(function, problem, request, known_values, any_order=True):
                 problem = replace(problem, any_order=True)
     if problem.query_positions and not (problem.causal or problem.query_start):
         problem = _with_values(function, problem, request)
     if problem.any_order and problem.query_range:
-        _request.refuse_ranges_in_any_order(function)
+        _values.refuse_ranges_in_any_order(function)
     if left is None:
         left = default_slopes(problem.H, wide, q.device)
     filled = _request.fill(
@@ -113,7 +113,7 @@ def _with_values(function: str, problem: Problem, request: Request[Tensor]) -> P
         )
     if problem.device == "cpu" or 0 in (problem.B, problem.H, problem.T, problem.S):
         return problem
-    in_order = _request.check_values(
+    in_order = _values.check_values(
         function, problem, request, lambda x: known_values(x.cpu()), any_order=True
     )
     return problem if in_order else replace(problem, any_order=True)
@@ -144,7 +144,7 @@ def run(
 
 
 def widen(options: dict[str, Any]) -> None:
-    """`_request.as_int64` of those arguments that hold integers; what is no tensor is refused
+    """`_values.as_int64` of those arguments that hold integers; what is no tensor is refused
     later.
     """
     for name in _request.INTEGERS:
@@ -252,7 +252,7 @@ def as_slopes(
             raise TypeError(f"{function}: {name} must hold real numbers, got {kind}")
         return values.to(device=device, dtype=dtype)
     if not torch.compiler.is_compiling():
-        values = _request.real_array(function, name, values).astype(np.float64)
+        values = _values.real_array(function, name, values).astype(np.float64)
     return torch.as_tensor(values, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
@@ -266,7 +266,7 @@ def check_slopes(function: str, name: str, slopes: Tensor) -> None:
     """Check the values of slopes, where reading them does not wait for a device."""
     known = readable(slopes) if slopes.device.type == "cpu" else None
     if known is not None and (given := known.tolist()) != _last_slopes.get(name):
-        _request.check_slope_values(function, name, np.array(given))
+        _values.check_slope_values(function, name, np.array(given))
         _last_slopes[name] = given
 
 

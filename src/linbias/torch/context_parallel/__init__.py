@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 from torch import Tensor
 
-from linbias import _request
+from linbias import _names, _request, _values
 from linbias.torch.call import Slopes, describe
 from linbias.torch.context_parallel.halo import Group, rank_and_size
 from linbias.torch.context_parallel.shares import OUT_OF_ORDER, Share
@@ -39,7 +39,7 @@ class Options(Packed, total=False):
     dropout: float
 
 
-@_request.takes(Options)
+@_names.show_keywords(Options)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -101,7 +101,7 @@ def attention(
     Source: Press, Smith and Lewis, ICLR 2022, section 3, for the bias; the halo is this project's.
     """
     if not options.keys() <= Options.__annotations__.keys():
-        _request.refuse_unknown(_NAME, options, attention)
+        _names.refuse_unknown(_NAME, options, attention)
     share = Share(q, k, v, slopes, group, **options)
     out, lse = _run(share, implementation, halo, lengths, check)
     return (out, lse) if return_lse else out
@@ -126,7 +126,7 @@ def _run(
     return out, lse
 
 
-@_request.takes(Packed)
+@_names.show_keywords(Packed)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -169,7 +169,7 @@ def attention_varlen(
         >>> dist.destroy_process_group()
     """
     if not options.keys() <= Packed.__annotations__.keys():
-        _request.refuse_unknown(f"{_NAME}_varlen", options, attention_varlen)
+        _names.refuse_unknown(f"{_NAME}_varlen", options, attention_varlen)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(
@@ -178,8 +178,8 @@ def attention_varlen(
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     share = Share(q, k, v, slopes, group, **options)
     described = describe("cu_seqlens", cu_seqlens, f"{_NAME}_varlen")
-    _request.check_integers(f"{_NAME}_varlen", "cu_seqlens", described)
-    share.documents = _request.as_int64(cu_seqlens.cpu().numpy())
+    _request.check_holds(f"{_NAME}_varlen", "cu_seqlens", described.dtype, "integers")
+    share.documents = _values.as_int64(cu_seqlens.cpu().numpy())
     table = share.meet()
     total, edges = sum(table.lengths), share.documents
     row = edges.ndim == 1 and len(edges)

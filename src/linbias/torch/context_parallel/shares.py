@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from linbias import _request
+from linbias import _request, _seen, _values
 from linbias.torch.call import Slopes, as_int64, as_slopes, autocast, describe, prepare, run
 from linbias.torch.context_parallel.halo import (
     LEFT,
@@ -98,7 +98,7 @@ class Share:
             **options,
         )
         p = self.problem
-        self.window = _request.check_window(_NAME, window, p.causal)
+        self.window = _seen.check_window(_NAME, window, p.causal)
         if p.any_order:
             raise ValueError(f"{_NAME}: positions must not fall; sort the whole sequence by them")
         if positions is not None:
@@ -113,7 +113,7 @@ class Share:
             )
         if key_range is not None:
             described = describe("key_range", key_range, _NAME)
-            _request.check_integers(_NAME, "key_range", described)
+            _request.check_holds(_NAME, "key_range", described.dtype, "integers")
             key_range = as_int64(key_range.cpu())
         self.key_range = key_range
         self.slopes = inputs.left.detach(), None if inputs.right is None else inputs.right.detach()
@@ -191,7 +191,7 @@ class Share:
         x = self.own_places
         if x is None:
             return -1
-        kind = _request.POSITION_TYPES.index(str(x.dtype).removeprefix("torch."))
+        kind = _request.HOLDS["positions"][0].index(str(x.dtype).removeprefix("torch."))
         return 2 * kind + (x.shape[1] > 1)
 
     def gather_places(self, lengths: list[int]) -> None:
@@ -282,7 +282,7 @@ class Share:
             ranges[:] = self._document_at(side)
         if self.key_range is not None:
             ranges = self.key_range.numpy()
-            _request.check_key_range_values(_NAME, ranges, total)
+            _values.check_ranges(_NAME, "key_range", ranges, total)
         first, end = ranges.T
         beyond = self.offset - first if side == LEFT else end - (self.offset + self.problem.T)
         if self.window[side] >= 0:
@@ -567,7 +567,7 @@ class Share:
 
 def _told(name: str, number: float) -> str:
     if name == "positions":
-        kind = _request.POSITION_TYPES[int(number) // 2]
+        kind = _request.HOLDS["positions"][0][int(number) // 2]
         return "none" if number < 0 else f"{kind} of {'each head' if number % 2 else 'all heads'}"
     if name == "dtype":
         return _request.FLOATS[int(number)]

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linbias import _request
+from linbias import _names, _request, _seen, _values
+from linbias._request import Rule, axes
 from linbias.torch import standing
 from linbias.torch.call import (
     Slopes,
@@ -29,6 +30,7 @@ from linbias.torch.standing import Positions
 # batch of its own as much as a sequence of about 100 tokens. With positions nothing is padded: it
 # would have to stand somewhere.
 _GRAIN = 64
+_RANGES = Rule(axes("total_q 2"), "integers")
 
 
 class Options(TypedDict, total=False):
@@ -47,7 +49,7 @@ class Options(TypedDict, total=False):
     tolerance: float | None
 
 
-@_request.takes(Options)
+@_names.show_keywords(Options)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -92,7 +94,7 @@ def attention_varlen(
         torch.Size([5, 2, 4])
     """
     if not options.keys() <= Options.__annotations__.keys():
-        _request.refuse_unknown("attention_varlen", options, attention_varlen)
+        _names.refuse_unknown("attention_varlen", options, attention_varlen)
     refuse_share("attention_varlen")
     for name, array in (("q", q), ("k", k), ("v", v)):
         shape = describe(name, array, "attention_varlen").shape
@@ -154,7 +156,7 @@ def _run(call: packed.Packed) -> packed.Results:
         # The empty result is a function of its arguments, too, with gradients of zeros.
         nothing = sum(y.sum() for y in (q, k, v, left, right) if y is not None)
         outs, lses = [outs[0] + nothing], [lses[0] + nothing]
-    _request.check_window("attention_varlen", call.window, call.causal)
+    _seen.check_window("attention_varlen", call.window, call.causal)
     options: dict[str, Any] = {"causal": call.causal, "scale": call.scale, "lse": True}
     options |= {"dropout": call.dropout, "tolerance": call.tolerance, "window": call.window}
     if call.query_range is not None:
@@ -203,11 +205,14 @@ def _placement(
 ) -> tuple[Tensor, Tensor]:
     """key_range [B, G, 2] and query_start [B] of all sequences, given or by default."""
     B = len(lengths_k)
-    described = (
-        None if x is None else describe(name, x, "attention_varlen")
+    sizes = {"B": B, "G": num_key_heads}
+    described = {
+        name: describe(name, x, "attention_varlen")
         for name, x in (("key_range", key_range), ("query_start", query_start))
-    )
-    _request.check_placement("attention_varlen", B, num_key_heads, *described)
+        if x is not None
+    }
+    for name, array in described.items():
+        _request.check_array("attention_varlen", name, array, _request.RULES[name], sizes)
     ranges = torch.stack([torch.zeros_like(lengths_k), lengths_k], dim=1)[:, None]
     if key_range is not None:
         ranges = key_range.cpu()
@@ -228,7 +233,7 @@ def _check_ranges(ranges: Tensor, lengths_q: Tensor, lengths_k: Tensor) -> None:
     """query_range is [total_q, 2], of each query within the keys of its sequence."""
     function, total = "attention_varlen", int(lengths_q.sum())
     described = describe("query_range", ranges, function)
-    _request.check_query_range(function, described, total)
+    _request.check_array(function, "query_range", described, _RANGES, {"total_q": total})
     own = lengths_k.repeat_interleave(lengths_q)
     first, end = ranges.cpu().unbind(1)
     for row in (~((first >= 0) & (first <= end) & (end <= own))).nonzero()[:1, 0].tolist():
@@ -273,7 +278,7 @@ def _as_places(options: dict[str, Any], q: Tensor, k: Tensor) -> None:
     # What is no tensor yet is read along its last axis: that of the tokens, for a while.
     for name in totals:
         if not isinstance(x := options.get(name), Tensor) and x is not None:
-            options[name] = _request.as_array(function, name, x).T
+            options[name] = _values.as_array(function, name, x).T
     turned = [name for name in totals if isinstance(options.get(name), np.ndarray)]
     standing.as_tensors(function, options, q.device)
     for name, (total, n) in totals.items():
@@ -281,14 +286,9 @@ def _as_places(options: dict[str, Any], q: Tensor, k: Tensor) -> None:
             continue
         x = x.mT if name in turned and x.dim() == 2 else x
         described = describe(name, x, function)
-        _request.check_position_type(function, name, described.dtype)
-        if not _request.has_shape(described, (n,), (n, H)):
-            raise ValueError(
-                f"{function}: {name} must have shape [{total}] = {[n]} or [{total}, H] ="
-                f" {[n, H]}, got {described}"
-            )
-        if x.device != q.device:
-            raise ValueError(f"{function}: {name} is on {x.device} but q is on {q.device}")
+        rule = Rule(axes(total, f"{total} H"), "positions")
+        device = describe("q", q, function).device
+        _request.check_array(function, name, described, rule, {total: n, "H": H}, device)
         options[name] = x if x.is_floating_point() else x.long()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linbias import _dispatch, _request
+from linbias import _dispatch, _names, _request, _values
 from linbias._request import Request
 from linbias.torch.addresses import without_lost_threads
 from linbias.torch.call import Slopes, as_slopes, autocast, describe
@@ -20,6 +20,7 @@ from linbias.torch.operators.values import known_values
 from linbias.torch.points import blocked as points_blocked
 from linbias.torch.points import cpu as points_cpu
 from linbias.torch.points import dense as points_dense
+from linbias.torch.points import rules
 from linbias.torch.points.geometry import NUM_ARRAYS, PointInputs
 from linbias.torch.points.units import warn_of_units
 from linbias.torch.share import refuse_share
@@ -152,7 +153,7 @@ def attention_points(
     """
     function = "attention_points"
     if unknown:
-        _request.refuse_unknown(function, unknown, attention_points)
+        _names.refuse_unknown(function, unknown, attention_points)
     refuse_share(function)
     compiles = torch.compiler.is_compiling()  # which knows nothing of processes
     with contextlib.nullcontext() if compiles else without_lost_threads():
@@ -233,11 +234,15 @@ def _prepare(
             f" query_points say where the queries stand (q {list(q.shape)}, k {list(k.shape)})"
         )
     place = as_points(function, "points", points)
-    first = _request.check_points(function, B, N, place, metric, global_tokens)
+    first = rules.check_points(
+        function, {"B": B, "N": N}, describe("points", place, function), metric, global_tokens
+    )
     place = place[..., first:, :]
     asking = None if query_points is None else as_points(function, "query_points", query_points)
     if asking is not None:
-        _request.check_query_points(function, B, T, place, asking)
+        asked = describe("query_points", asking, function)
+        sizes = {"B": B, "T": T, "A": place.shape[-1]}
+        _request.check_array(function, "query_points", asked, rules.QUERY_POINTS, sizes)
     counts = None if num_points is None else _as_counts(function, B, num_points)
     if not torch.compiler.is_compiling():
         _request.warn_of_layout(function, problem)
@@ -264,7 +269,7 @@ def _prepare(
 def as_points(function: str, name: str, points: Points) -> Tensor:
     """Points as a tensor, of a list or an array too."""
     if not isinstance(points, Tensor):
-        return torch.as_tensor(_request.real_array(function, name, points))
+        return torch.as_tensor(_values.real_array(function, name, points))
     if points.is_complex() or points.dtype == torch.bool:
         kind = str(points.dtype).removeprefix("torch.")
         raise TypeError(f"{function}: {name} must hold real numbers, got {kind}")
@@ -277,8 +282,8 @@ def as_points(function: str, name: str, points: Points) -> Tensor:
 
 def _as_counts(function: str, B: int, num_points: Counts) -> Tensor:
     if not isinstance(num_points, Tensor):
-        num_points = torch.as_tensor(_request.real_array(function, "num_points", num_points))
-    _request.check_num_points(function, B, describe("num_points", num_points, function))
+        num_points = torch.as_tensor(_values.real_array(function, "num_points", num_points))
+    rules.check_num_points(function, B, describe("num_points", num_points, function))
     return num_points
 
 
@@ -300,13 +305,13 @@ def _check_values(
     slope, counts = _read(slopes), _read(num_points)
     place, asking = _read(points), _read(query_points)
     if slope is not None:
-        _request.check_slope_values(function, "slopes", slope, finite=True)
+        _values.check_slope_values(function, "slopes", slope, finite=True)
     if counts is not None:
-        _request.check_num_points_values(function, counts, first + points.shape[-2])
+        rules.check_num_points_values(function, counts, first + points.shape[-2])
     if place is not None and (num_points is None) == (counts is None):
-        _request.check_point_values(function, place, first, counts)
+        rules.check_point_values(function, place, first, counts)
     if asking is not None:
-        _request.check_point_values(function, asking, name="query_points")
+        rules.check_point_values(function, asking, name="query_points")
 
 
 def _read(x: Tensor | None) -> np.ndarray[Any, Any] | None:
