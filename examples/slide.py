@@ -3,7 +3,7 @@
     python examples/slide.py                     # two minutes
     python examples/slide.py --variant none      # without places: no better than guessing
 
-`linbias.torch.MultiheadAttention` takes the tiles' places as `points`: scores fall with the
+`linbias.torch.PointAttention` takes the tiles' places: scores fall with the
 distance between two tiles, and `global_tokens=1` leaves the class token out of that, as TITAN has
 it (Ding et al., 2024). Slides are made up: a grid of tiles of which some are background and left
 out, and of the others some are tumour, in one patch or scattered. Which of the two is the
@@ -20,22 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from linbias.torch import MultiheadAttention
+from linbias.torch import PointAttention
 
 
 class Layer(nn.Module):
     def __init__(self, width: int, num_heads: int, variant: str) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.attention = MultiheadAttention(
-            width, num_heads, batch_first=True, variant=variant, global_tokens=1
-        )
+        self.attention = PointAttention(width, num_heads, variant=variant, global_tokens=1)
         self.mlp = nn.Sequential(
             nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
         )
 
     def forward(self, x: Tensor, points: Tensor, padding: Tensor) -> Tensor:
-        x = x + self.attention(self.norms[0](x), points=points, key_padding_mask=padding)[0]
+        x = x + self.attention(self.norms[0](x), points, key_padding_mask=padding)[0]
         return x + self.mlp(self.norms[1](x))
 
 

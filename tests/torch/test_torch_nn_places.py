@@ -9,12 +9,17 @@ from torch import nn
 
 import linbias
 import linbias.torch
-from linbias.torch import MultiheadAttention
+from linbias.torch import MultiheadAttention, PointAttention
 
 
 def layer(*args, **options):
     torch.manual_seed(0)
     return MultiheadAttention(*args, **{"batch_first": True} | options)
+
+
+def among_points(*args, **options):
+    torch.manual_seed(0)
+    return PointAttention(*args, **options)
 
 
 def heads_of(module, x):
@@ -67,40 +72,37 @@ def test_positions_in_every_layout_and_with_padding():
 
 
 def test_gradients_reach_positions_and_learned_slopes():
-    module, x = layer(12, 4, variant="symmetric", learned=True), torch.randn(2, 9, 12)
-    stamps = STAMPS.clone().requires_grad_()
+    x, stamps = torch.randn(2, 9, 12), STAMPS.clone().requires_grad_()
+    module = layer(12, 4, variant="symmetric", learned=True)
     module(x, positions=stamps)[0].square().sum().backward()
     assert stamps.grad.abs().max() > 0
-    module.log_left.grad = None
-    points = torch.randn(9, 2)
-    module(x, points=points)[0].square().sum().backward()
+    module = among_points(12, 4, learned=True)
+    module(x, torch.randn(9, 2))[0].square().sum().backward()
     assert module.log_left.grad.abs().min() > 0
+    assert "log_right" not in module.state_dict()
 
 
 @pytest.mark.parametrize("metric", ("euclidean", "manhattan"))
 def test_points_go_to_attention_points_with_the_layers_slopes(metric):
-    module = layer(12, 4, variant="symmetric", metric=metric, schedule="halving", max_bias=8.0)
+    module = among_points(12, 4, metric=metric, schedule="halving", max_bias=8.0)
     x, points = torch.randn(2, 9, 12), torch.randn(2, 9, 3)
     q, k, v = heads_of(module, x)
     slopes = linbias.slopes(4, "halving")
     expected = linbias.torch.attention_points(q, k, v, points, slopes, metric=metric)
-    torch.testing.assert_close(module(x, points=points)[0], through(module, expected))
-    torch.testing.assert_close(module(x[0], points=points[0])[0], module(x, points=points)[0][0])
-    module.batch_first = False
-    torch.testing.assert_close(
-        module(x.transpose(0, 1), points=points)[0].transpose(0, 1), through(module, expected)
-    )
+    torch.testing.assert_close(module(x, points)[0], through(module, expected))
+    torch.testing.assert_close(module(x[0], points[0])[0], module(x, points)[0][0])
 
 
 def test_points_without_slopes_change_nothing():
-    module, x = layer(12, 4, variant="none"), torch.randn(2, 9, 12)
-    torch.testing.assert_close(module(x, points=torch.randn(9, 2))[0], module(x)[0])
+    x, beside = torch.randn(2, 9, 12), layer(12, 4, variant="none")
+    module = among_points(12, 4, variant="none")
+    torch.testing.assert_close(module(x, torch.randn(9, 2))[0], beside(x)[0])
 
 
-def take_over(fused: nn.Linear, out: nn.Linear, **options) -> MultiheadAttention:
+def take_over(fused: nn.Linear, out: nn.Linear, **options) -> PointAttention:
     """Our layer with the weights of a published one, whose q, k and v come from one matrix."""
     width = out.out_features
-    ours = layer(width, options.pop("num_heads"), variant="symmetric", **options)
+    ours = among_points(width, options.pop("num_heads"), **options)
     bias = torch.zeros(3 * width) if fused.bias is None else fused.bias
     weights = {"in_proj_weight": fused.weight, "in_proj_bias": bias}
     ours.load_state_dict(weights | {f"out_proj.{n}": x for n, x in out.state_dict().items()})
@@ -143,7 +145,7 @@ def test_the_attention_of_croma(implementation):
     wq, wk, wv = fused.weight.chunk(3)
     for asked in (radar, optical):
         expected = out(softmax_of_pairs(radar @ wq.T, asked @ wk.T, asked @ wv.T, bias))
-        found = ours(radar, asked, points=points)[0]
+        found = ours(radar, points, asked)[0]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
@@ -165,7 +167,7 @@ def test_the_attention_of_titan(implementation):
     places = (coordinates - coordinates.amin(0)) // pixels
     nowhere = torch.full((1, 2), -(10**6))  # not read
     for points in (places, torch.cat((nowhere, places)), places.float()[None]):
-        found = ours(x, points=points)[0]
+        found = ours(x, points)[0]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
@@ -195,8 +197,8 @@ def by_hand(module, x, asked, places, asking, real, own):
 @pytest.mark.parametrize("implementation", ("dense", "blocked", "cpu"))
 @pytest.mark.parametrize("kind", ("right", "left", "anywhere", "numbers"))
 def test_padding_among_points_may_lie_anywhere(kind, implementation):
-    settings = {"global_tokens": 1, "variant": "symmetric", "implementation": implementation}
-    module, x, points = layer(12, 4, **settings), torch.randn(3, 9, 12), torch.randn(3, 9, 2)
+    module = among_points(12, 4, global_tokens=1, implementation=implementation)
+    x, points = torch.randn(3, 9, 12), torch.randn(3, 9, 2)
     padding = torch.zeros(3, 9, dtype=torch.bool)
     padding[1] = True
     padding[0, {"right": slice(6, 9), "left": slice(1, 5)}.get(kind, slice(2, 8, 2))] = True
@@ -209,16 +211,13 @@ def test_padding_among_points_may_lie_anywhere(kind, implementation):
     torch.testing.assert_close(found[1], weights, rtol=1e-5, atol=2e-6)
     mean = module(x, **options, need_weights=True)[1]
     torch.testing.assert_close(mean, weights.mean(1), rtol=1e-5, atol=2e-6)
-    module.batch_first = False
-    turned = module(x.transpose(0, 1), **options)[0].transpose(0, 1)
-    torch.testing.assert_close(turned, found[0])
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x.transpose(0, 1), **options)[0].transpose(0, 1), turned)
+    torch.testing.assert_close(compiled(x, **options)[0], found[0])
 
 
 @pytest.mark.parametrize("padded", (False, True))
 def test_points_ask_other_points(padded):
-    module = layer(12, 4, variant="symmetric", global_tokens=2)
+    module = among_points(12, 4, global_tokens=2)
     x, asked = torch.randn(2, 5, 12), torch.randn(2, 9, 12)
     asking, points = torch.randn(5, 2), torch.randn(2, 9, 2)
     padding = torch.zeros(2, 9, dtype=torch.bool)
@@ -226,24 +225,24 @@ def test_points_ask_other_points(padded):
     out, weights = by_hand(module, x, asked, points, asking, ~padding, None)
     options = {"key_padding_mask": padding} if padded else {}
     options |= {"points": points[:, 2:], "query_points": asking}
-    found = module(x, asked, **options, need_weights=True, average_attn_weights=False)
+    found = module(x, key=asked, **options, need_weights=True, average_attn_weights=False)
     torch.testing.assert_close(found[0], out, rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(found[1], weights, rtol=1e-5, atol=2e-6)
     options = {"points": points[1, 2:], "query_points": asking}
     if padded:
         options["key_padding_mask"] = padding[1]
-    torch.testing.assert_close(module(x[1], asked[1], **options)[0], found[0][1])
+    torch.testing.assert_close(module(x[1], key=asked[1], **options)[0], found[0][1])
 
 
 def test_dropout_among_points_is_that_of_attention_points():
-    module, x = layer(12, 4, variant="symmetric", dropout=0.3), torch.randn(2, 9, 12)
+    module, x = among_points(12, 4, dropout=0.3), torch.randn(2, 9, 12)
     points = torch.randn(9, 2)
     q, k, v = heads_of(module, x)
     for dropout in (0.3, 0.0):
         torch.manual_seed(1)
         expected = linbias.torch.attention_points(q, k, v, points, dropout=dropout)
         torch.manual_seed(1)
-        found = module.train(dropout > 0)(x, points=points)[0]
+        found = module.train(dropout > 0)(x, points)[0]
         torch.testing.assert_close(found, through(module, expected))
 
 
@@ -251,48 +250,51 @@ X = torch.zeros(2, 5, 12)
 P = torch.zeros(5, 2)
 NO_SIDES = "points know no left and right: variant must be symmetric or none, got"
 HIDDEN = torch.zeros(2, 5) > 0
-BESIDE = dict(is_causal=True, positions=torch.zeros(2, 5))
-BESIDE |= dict(attn_mask=torch.zeros(5, 5), mask=torch.ones(5, 5, 1))
 FIRST = torch.eye(2, 5) > 0  # hides token 0 of row 0
 REFUSED = [
-    (dict(variant="causal"), dict(points=P), f"{NO_SIDES} 'causal'"),
-    (dict(variant="asymmetric"), dict(points=P), f"{NO_SIDES} 'asymmetric'"),
-    *((dict(), {"points": P, n: x}, f"cannot be given with {n}") for n, x in BESIDE.items()),
-    (dict(), dict(query_points=P), "points must say where the keys stand"),
+    (dict(variant="causal"), dict(), f"{NO_SIDES} 'causal'"),
+    (dict(variant="asymmetric"), dict(), f"{NO_SIDES} 'asymmetric'"),
     (
         dict(),
-        dict(points=P, key_padding_mask=HIDDEN[:, 1:]),
+        dict(key_padding_mask=HIDDEN[:, 1:]),
         r"key_padding_mask must be \[B, S\] = \[2, 5\], got \[2, 4\]",
     ),
     (
         dict(global_tokens=1),
-        dict(points=P, key_padding_mask=FIRST),
+        dict(key_padding_mask=FIRST),
         "key_padding_mask must not hide the 1 global tokens of a row that has others",
     ),
     (
         dict(),
-        dict(points=P, key_padding_mask=-1.0 * FIRST),
-        "key_padding_mask must be bool with points, or hold 0 and -inf alone",
+        dict(key_padding_mask=-1.0 * FIRST),
+        "key_padding_mask must be bool, or hold 0 and -inf alone",
     ),
-    (dict(global_tokens=1), dict(), "points must say where the tokens after the 1 global ones"),
-    (dict(global_tokens=2), dict(points=P[:4]), r"points must have shape \[N, A\] = \[5, A\]"),
-    (dict(implementation="sdpa"), dict(points=P), "attention_points: implementation must be one"),
-    (dict(metric="cosine"), dict(points=P), "metric must be one of"),
-    (dict(), dict(positions=torch.zeros(2, 6)), r"positions must have shape \[S\] = \[5\]"),
+    (dict(), dict(key=X[0]), "PointAttention: query, key and value must all have 3 axes"),
+    (dict(global_tokens=2), dict(points=P[:4]), r"points must have shape \[N, A\] = \[5, 2\]"),
+    (dict(implementation="sdpa"), dict(), "attention_points: implementation must be one"),
+    (dict(metric="cosine"), dict(), "metric must be one of"),
 ]
 
 
 @pytest.mark.parametrize(("settings", "arguments", "words"), REFUSED)
 def test_what_does_not_go_together_is_refused(settings, arguments, words):
     with pytest.raises(ValueError, match=words):
-        layer(12, 4, **{"variant": "symmetric"} | settings)(X, **arguments)
+        among_points(12, 4, **settings)(X, **{"points": P} | arguments)
+    with pytest.raises(ValueError, match=r"positions must have shape \[S\] = \[5\]"):
+        layer(12, 4)(X, positions=torch.zeros(2, 6))
 
 
-def test_nested_tensors_are_refused_with_points_and_positions():
+def test_each_layer_names_the_other():
+    with pytest.raises(TypeError, match="no argument global_tokens; PointAttention has it"):
+        MultiheadAttention(12, 4, global_tokens=1)
+    with pytest.raises(TypeError, match=r"PointAttention: there is no argument batch_first"):
+        PointAttention(12, 4, batch_first=True)
+
+
+def test_nested_tensors_are_refused_with_positions():
     ragged = torch.nested.nested_tensor([torch.ones(3, 12)], layout=torch.jagged)
-    for name in ("points", "positions", "query_points"):
-        with pytest.raises(ValueError, match="weights, positions or points; with points pad them"):
-            layer(12, 4, variant="symmetric")(ragged, **{name: torch.zeros(1, 3)})
+    with pytest.raises(ValueError, match="neither masks nor weights or positions"):
+        layer(12, 4, variant="symmetric")(ragged, positions=torch.zeros(1, 3))
 
 
 def test_places_may_be_lists_and_arrays():
@@ -302,8 +304,8 @@ def test_places_may_be_lists_and_arrays():
     for given in (stamps, np.array(stamps), np.array([0, 2, 3, 7]).view("m8[s]")):
         torch.testing.assert_close(layer(x, positions=given)[0], want)
         torch.testing.assert_close(layer(x[0], positions=given)[0], want[0])
-    padding = torch.tensor([[False, False, True, False]])
+    layer, padding = PointAttention(8, 2), torch.tensor([[False, False, True, False]])
     for options in ({}, {"key_padding_mask": padding}):
-        want = layer(x, points=points, **options)[0]
+        want = layer(x, points, **options)[0]
         for given in (points.tolist(), points.numpy()):
-            torch.testing.assert_close(layer(x, points=given, **options)[0], want)
+            torch.testing.assert_close(layer(x, given, **options)[0], want)

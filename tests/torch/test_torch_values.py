@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from linbias.torch import (
     MultiheadAttention,
+    PointAttention,
     attention,
     attention_points,
     attention_varlen,
@@ -21,7 +22,7 @@ from linbias.torch.operators.values import known_values, may_read, readable
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 LAYER = MultiheadAttention(16, 4, variant="asymmetric", batch_first=True)
-AMONG_POINTS = MultiheadAttention(16, 4, variant="symmetric", batch_first=True, global_tokens=1)
+AMONG_POINTS = PointAttention(16, 4, global_tokens=1)
 QKV = "q", "k", "v"
 
 

@@ -257,6 +257,3 @@ def test_a_layer_with_a_window(variant):
 def test_a_layer_says_what_is_wrong_with_its_window():
     with pytest.raises(ValueError, match="MultiheadAttention: window must be at least -1"):
         linbias.torch.MultiheadAttention(16, 2, window=(-3, 0))
-    layer = linbias.torch.MultiheadAttention(16, 2, variant="symmetric", window=(3, 3))
-    with pytest.raises(ValueError, match="points cannot be given with window"):
-        layer(torch.randn(5, 1, 16), points=torch.rand(5, 2))

@@ -1,6 +1,4 @@
-"""PyTorch front end: attention, packed sequences, a layer named like PyTorch's own, and what is
-read and weighed.
-"""
+"""PyTorch front end: attention, packed sequences, points, layers, and what is read and weighed."""
 
 from linbias import _extras
 
@@ -8,6 +6,7 @@ _extras.require("linbias.torch")
 
 from linbias.torch.functional import attention, attention_weights
 from linbias.torch.layers.nn import MultiheadAttention
+from linbias.torch.layers.points import PointAttention
 from linbias.torch.layers.replace import replace_attention
 from linbias.torch.merge import merge
 from linbias.torch.packed.varlen import attention_varlen
@@ -16,6 +15,7 @@ from linbias.torch.visited import Visited, visited
 
 __all__ = [
     "MultiheadAttention",
+    "PointAttention",
     "Visited",
     "attention",
     "attention_points",

@@ -15,6 +15,8 @@ from linbias.torch.call import describe
 from linbias.torch.operators import transforms
 from linbias.torch.operators.values import may_read, readable
 
+_NAME = "MultiheadAttention"
+
 
 class Sizes(NamedTuple):
     """Of a call: batch rows, heads, queries, keys."""
@@ -33,6 +35,22 @@ class Seen(NamedTuple):
     ends_early: bool = False  # the last key of some row is padding
     mask: Tensor | None = None  # [B or 1, H or 1, T or 1, S]: True takes part, or numbers to add
 
+    def options(self, sizes: Sizes, heads: slice | None) -> dict[str, Tensor | None]:
+        """Keywords of `attention`, for some of the heads."""
+        if self.key_range is None:
+            return {"mask": of_heads(self.mask, heads)}
+        # A range by itself would move the queries to its end.
+        start = self.key_range.new_full((sizes.B,), sizes.S - sizes.T)
+        own = {"key_range": self.key_range, "query_start": start}
+        return {"mask": of_heads(self.mask, heads), **own}
+
+
+def of_heads(x: Tensor | None, heads: slice | None) -> Tensor | None:
+    """Of [B, ...] or [B, 1 or H, ...] of three axes and more, that of some heads."""
+    if x is None or heads is None or x.dim() < 3 or x.shape[1] == 1:
+        return x
+    return x[:, heads]
+
 
 def read(
     sizes: Sizes,
@@ -40,6 +58,7 @@ def read(
     is_causal: bool,
     padding: Tensor | None,
     mask: Tensor | None,
+    variant: str,
 ) -> Seen:
     """What the masks of a call of `MultiheadAttention` hide together."""
     _check(sizes, attn_mask, padding, mask)
@@ -49,7 +68,14 @@ def read(
         seen = _read_attn_mask(sizes, attn_mask)
     elif mask is not None:
         seen = _read_mask(sizes, mask, is_causal)
-    return seen if padding is None else _read_padding(seen, padding)
+    if padding is not None:
+        seen = _read_padding(seen, padding)
+    if seen.ends_early and sizes.T != sizes.S and variant != "none":
+        raise ValueError(
+            "MultiheadAttention: padding on the right needs as many queries as keys"
+            f" (T = {sizes.T}, S = {sizes.S}): where do the queries stand?"
+        )
+    return seen
 
 
 def _check(
@@ -59,12 +85,12 @@ def _check(
     if attn_mask is not None:
         if mask is not None:
             raise ValueError("MultiheadAttention: give either attn_mask or mask, not both")
-        check_one("attn_mask", attn_mask, "[T, S] or [B * H, T, S]", (T, S), (B * H, T, S))
+        check_one(_NAME, "attn_mask", attn_mask, "[T, S] or [B * H, T, S]", (T, S), (B * H, T, S))
     if padding is not None:
-        check_one("key_padding_mask", padding, "[B, S]", (B, S))
+        check_one(_NAME, "key_padding_mask", padding, "[B, S]", (B, S))
     if mask is None:
         return
-    describe("mask", mask, "MultiheadAttention")
+    describe("mask", mask, _NAME)
     if (
         mask.dim() != 3
         or mask.shape[1] != S
@@ -77,18 +103,16 @@ def _check(
         )
 
 
-def check_one(name: str, mask: Tensor, words: str, *shapes: tuple[int, ...]) -> None:
-    describe(name, mask, "MultiheadAttention")  # which refuses what holds no values
+def check_one(layer: str, name: str, mask: Tensor, words: str, *shapes: tuple[int, ...]) -> None:
+    describe(name, mask, layer)  # which refuses what holds no values
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
-            f"MultiheadAttention: {name} must hold bool, True for what is hidden, or numbers that"
+            f"{layer}: {name} must hold bool, True for what is hidden, or numbers that"
             f" are added to the scores, got {mask.dtype}"
         )
     if not has_shape(mask, *shapes):
         wanted = " or ".join(f"{list(shape)}" for shape in shapes)
-        raise ValueError(
-            f"MultiheadAttention: {name} must be {words} = {wanted}, got {list(mask.shape)}"
-        )
+        raise ValueError(f"{layer}: {name} must be {words} = {wanted}, got {list(mask.shape)}")
 
 
 def _read_attn_mask(sizes: Sizes, attn_mask: Tensor) -> Seen:

@@ -5,18 +5,17 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
-from linbias import _request
-from linbias.schedules import is_causal, variant_slopes
-from linbias.torch.constant import constant
+from linbias import _names, _seen
+from linbias.schedules import is_causal
 from linbias.torch.functional import attention, attention_weights
-from linbias.torch.layers import masks, sets
-from linbias.torch.layers.theirs import NoMatrix, take_weights
+from linbias.torch.layers import masks
+from linbias.torch.layers.from_pytorch import NoMatrix
+from linbias.torch.layers.heads import Heads, Layout
 from linbias.torch.packed import nested
-from linbias.torch.points.functional import Points, as_points
 from linbias.torch.standing import Positions, as_tensors
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(Heads):
     """Multi-head attention with linear biases, called like `torch.nn.MultiheadAttention`.
 
     It takes the place of one in PyTorch's Transformer layers; `replace_attention` does so for a
@@ -40,9 +39,8 @@ class MultiheadAttention(nn.Module):
     = exp(log_slope), or with learned="sigmoid" `logit_left` and `logit_right`, with slope =
     sigmoid(logit). A hidden side stays hidden. Fixed slopes are not saved.
 
-    A call may say where tokens stand: at `positions` on a line or at `points` of a plane or space.
-    Points know no left and right: the variant must be `symmetric` or `none`, and the slopes are
-    those to the left.
+    A call may say at which `positions` on a line tokens stand; for points of a plane or space
+    there is `PointAttention`.
 
     Tensor parallelism shares the heads: `ColwiseParallel` on q_proj, k_proj and v_proj, and
     `RowwiseParallel` on out_proj. Gradients of learned slopes are then of a process's own heads
@@ -61,9 +59,7 @@ class MultiheadAttention(nn.Module):
         cross_attention: key and value come from another sequence.
         learned: Train the slopes: True or "sigmoid"; None means True for `asymmetric` only.
         schedule, max_bias: As for `linbias.slopes`.
-        metric, global_tokens: As for `linbias.torch.attention_points`, of calls with points. A
-            layer with global tokens has no others.
-        window, implementation: As for `linbias.torch.attention`. Points have no window.
+        window, implementation: As for `linbias.torch.attention`.
         device, dtype: Of the parameters; those of learned slopes are at least float32.
 
     Raises:
@@ -102,89 +98,34 @@ class MultiheadAttention(nn.Module):
         learned: bool | str | None = None,
         schedule: str = "paper",
         max_bias: float = 8.0,
-        metric: str = "euclidean",
-        global_tokens: int = 0,
         window: tuple[int, int] | None = None,
         implementation: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **unknown: Never,
     ) -> None:
-        super().__init__()
         if unknown:
-            _request.refuse_unknown("MultiheadAttention", unknown, MultiheadAttention)
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        variant = variant or ("none" if cross_attention else "causal")
-        _check_settings(embed_dim, num_heads, num_kv_heads, head_dim, dropout)
-        sides = variant_slopes("MultiheadAttention", variant, num_heads, schedule, max_bias)
-        self.embed_dim = embed_dim
-        self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = embed_dim if vdim is None else vdim
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim or embed_dim // num_heads
-        self.dropout = dropout
+            _names.refuse_unknown("MultiheadAttention", unknown, MultiheadAttention)
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            kdim=kdim,
+            vdim=vdim,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            variant=variant or ("none" if cross_attention else "causal"),
+            learned=learned,
+            schedule=schedule,
+            max_bias=max_bias,
+            implementation=implementation,
+            device=device,
+            dtype=dtype,
+        )
+        _seen.check_window("MultiheadAttention", window, is_causal(self.variant))
         self.batch_first = batch_first
-        self.variant = variant
-        self.learned = variant == "asymmetric" if learned is None else learned
-        self.metric = metric
-        self.global_tokens = global_tokens
         self.window = window
-        self.implementation = implementation
-        _request.check_window("MultiheadAttention", window, is_causal(variant))
-        if self.learned not in (False, True, "sigmoid"):
-            raise ValueError(
-                "MultiheadAttention: learned must be False, True or 'sigmoid',"
-                f" got {self.learned!r}"
-            )
-        if self.learned and variant.startswith("none"):
-            raise ValueError(f"MultiheadAttention: variant {variant!r} has no slopes to learn")
-
-        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        inner, inner_kv = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(embed_dim, inner, **options)
-        self.k_proj = nn.Linear(self.kdim, inner_kv, **options)
-        self.v_proj = nn.Linear(self.vdim, inner_kv, **options)
-        self.out_proj = nn.Linear(inner, embed_dim, **options)
-        # Fixed slopes stay numbers: `module.bfloat16()` would round a buffer.
-        self._fixed = dict(zip(("left", "right"), sides, strict=True))
-        if self.learned:
-            self._register_slopes()
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the projections as `torch.nn.MultiheadAttention` does: q, k and v of one shape as
-        one Xavier uniform matrix, the output as `torch.nn.Linear`, and biases 0; learned slopes
-        begin with those of the variant.
-        """
-        inputs = self.q_proj, self.k_proj, self.v_proj
-        alike = all(projection.weight.shape == self.q_proj.weight.shape for projection in inputs)
-        for projection in inputs:
-            nn.init.xavier_uniform_(projection.weight, gain=0.5**0.5 if alike else 1.0)
-        self.out_proj.reset_parameters()
-        for projection in (*inputs, self.out_proj):
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
-        for side in self._learned_sides if self.learned else ():
-            learned = getattr(self, f"{self._name_of_learned}_{side}")
-            slope = torch.tensor(self._fixed[side], dtype=torch.float64, device=learned.device)
-            start = slope.logit() if self.learned == "sigmoid" else slope.log()
-            # A hidden side, whose slope is inf, stays hidden.
-            _fill(learned, start.masked_fill(slope == torch.inf, torch.inf))
-
-    @property
-    def causal(self) -> bool:
-        return is_causal(self.variant)
-
-    @property
-    def slopes(self) -> Tensor:
-        """[H]: slopes towards earlier keys."""
-        return self._slopes("left")
-
-    @property
-    def right_slopes(self) -> Tensor | None:
-        """[H]: slopes towards later keys; None for causal attention."""
-        return None if self.causal else self._slopes("right")
 
     @classmethod
     def from_torch(
@@ -245,8 +186,6 @@ class MultiheadAttention(nn.Module):
         *,
         mask: Tensor | None = None,
         positions: Positions | None = None,
-        points: Points | None = None,
-        query_points: Points | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from query to key.
 
@@ -270,12 +209,6 @@ class MultiheadAttention(nn.Module):
                 query may see, as labml has it.
             positions: [S], [B, S] or [B, H, S] (without a batch [S] or [H, S]), where the keys
                 stand, as for `linbias.torch.attention`; queries stand at the last T of them.
-            points: [B, S, A] or [S, A], where the tokens stand, as for
-                `linbias.torch.attention_points`; those of global tokens may be left out. Query and
-                key stand at the same points. Of masks there is key_padding_mask alone, which may
-                hide any tokens; these gather zeros.
-            query_points: [B, T, A] or [T, A]: where the queries stand, if they are tokens of
-                their own, none of them global; padding then is among the keys.
 
         Returns:
             The output in the shape of query, and the weights or None. A query that sees no key
@@ -292,132 +225,33 @@ class MultiheadAttention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        batched = query.dim() == 3
-        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
-            raise ValueError(
-                "MultiheadAttention: query, key and value must all have 3 axes, or 2 without a"
-                f" batch, got {query.dim()}, {key.dim()} and {value.dim()}"
-            )
         if nested.is_nested(query, key, value):
-            given = (
-                *(key_padding_mask, attn_mask, mask, need_weights or None),
-                *(positions, points, query_points),
-            )
-            return self._attend_nested(query, key, value, given, is_causal), None
-        places: dict[str, Any] = {} if positions is None else {"positions": positions}
-        as_tensors("MultiheadAttention", places, query.device)
-        positions = places.get("positions")
-        points, query_points = (
-            None if x is None else as_points("MultiheadAttention", name, x)
-            for name, x in (("points", points), ("query_points", query_points))
-        )
-        if not batched:
-            query, key, value = (x[None] for x in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
-            positions = None if positions is None else positions[None]
-        elif not self.batch_first:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        if points is not None or query_points is not None or self.global_tokens:
-            others: dict[str, object] = {
-                "attn_mask": attn_mask,
-                "mask": mask,
-                "positions": positions,
-                "is_causal": is_causal or None,
-            }
-            where = self._check_points(points, query_points, key.shape[1], others)
-            out, weights = self._attend_points(
-                query, key, value, *where, key_padding_mask, need_weights
-            )
-        else:
-            sizes = masks.Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1])
-            seen = masks.read(sizes, attn_mask, is_causal, key_padding_mask, mask)
-            out, weights = self._attend(query, key, value, sizes, seen, positions, need_weights)
-        if weights is not None and average_attn_weights:
-            weights = weights.mean(1)
-        if not batched:
-            return out[0], None if weights is None else weights[0]
-        return out if self.batch_first else out.transpose(0, 1), weights
-
-    def extra_repr(self) -> str:
-        heads = f"num_heads={self.num_heads}"
-        if self.num_kv_heads != self.num_heads:
-            heads += f", num_kv_heads={self.num_kv_heads}"
-        return f"{heads}, variant={self.variant!r}, learned={self.learned}"
-
-    def _register_slopes(self) -> None:
-        device, dtype = self.q_proj.weight.device, _at_least_float32(self.q_proj.weight.dtype)
-        for side in self._learned_sides:
-            slope = nn.Parameter(torch.empty(self.num_heads, device=device, dtype=dtype))
-            self.register_parameter(f"{self._name_of_learned}_{side}", slope)
+            beside = key_padding_mask, attn_mask, mask, positions, need_weights or None
+            return self._attend_nested(query, key, value, beside, is_causal), None
+        layout = Layout.of("MultiheadAttention", self.batch_first, query, key, value)
+        query, key, value = layout.rows(query, key, value)
+        given: dict[str, Any] = {} if positions is None else {"positions": positions}
+        as_tensors("MultiheadAttention", given, query.device)
+        positions = layout.one_row(given.get("positions"))
+        padding = layout.one_row(key_padding_mask)
+        sizes = masks.Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1])
+        seen = masks.read(sizes, attn_mask, is_causal, padding, mask, self.variant)
+        q, k, v = self._project(query, key, value)
+        heads = self._heads(q, k, v, need_weights)
+        options = self._options(seen.causal, heads) | seen.options(sizes, heads)
+        options["positions"] = masks.of_heads(positions, heads)
+        out = self._join(self._run(q, k, v, **options))
+        weights = attention_weights(q, k, **options) if need_weights else None
+        return layout.back(out, weights, average_attn_weights)
 
     @property
-    def _learned_sides(self) -> tuple[str, ...]:
-        return ("left",) if self.causal else ("left", "right")
+    def right_slopes(self) -> Tensor | None:
+        """[H]: slopes towards later keys; None for causal attention."""
+        return None if self.causal else self._slopes("right")
 
-    @property
-    def _name_of_learned(self) -> str:
-        return "logit" if self.learned == "sigmoid" else "log"
-
-    def _slopes(self, side: str) -> Tensor:
-        if not self.learned:
-            # `weight` of a quantised layer, which is on the CPU, is a method
-            device = getattr(self.q_proj.weight, "device", torch.device("cpu"))
-            return constant(self._fixed[side], torch.float64, device)
-        learned: Tensor = getattr(self, f"{self._name_of_learned}_{side}")
-        learned = learned.to(_at_least_float32(learned.dtype))
-        # exp(inf) has no gradient to give: a hidden side passes 0 on.
-        hidden = learned == torch.inf
-        slope_of = torch.sigmoid if self.learned == "sigmoid" else torch.exp
-        return slope_of(learned.masked_fill(hidden, 0.0)).masked_fill(hidden, torch.inf)
-
-    def _project(self, *sequences: Tensor) -> tuple[Tensor, ...]:
-        """query, key and value [B, length, width] -> q, k and v [B, heads, length, D]."""
-        named = ("query", "embed_dim"), ("key", "kdim"), ("value", "vdim")
-        for x, (name, width) in zip(sequences, named, strict=True):
-            if x.shape[-1] != getattr(self, width):
-                raise ValueError(
-                    f"MultiheadAttention: the last axis of {name} must be {width} ="
-                    f" {getattr(self, width)}, got {x.shape[-1]}"
-                )
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        projected = [projection(x) for projection, x in zip(projections, sequences, strict=True)]
-        for x in projected:
-            if x.shape[-1] % self.head_dim:
-                raise self._wrong_share()
-        return tuple(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
-
-    def _heads(self, q: Tensor, k: Tensor, v: Tensor, need_weights: bool = False) -> slice | None:
-        """Which heads q, k and v hold: None for all, else those of this process."""
-        if q.shape[1] == self.num_heads and k.shape[1] == v.shape[1] == self.num_kv_heads:
-            return None
-        if need_weights:
-            raise ValueError(
-                "MultiheadAttention: need_weights must be False where processes share the heads"
-            )
-        weight: Any = self.q_proj.weight
-        shares = [
-            (weight.device_mesh.size(axis), weight.device_mesh.get_local_rank(axis))
-            for axis, placement in enumerate(getattr(weight, "placements", ()))
-            if placement.is_shard(0)
-        ]
-        if len(shares) != 1:
-            raise self._wrong_share()
-        ((count, rank),) = shares
-        wanted = self.num_heads, self.num_kv_heads, self.num_kv_heads
-        if tuple(count * x.shape[1] for x in (q, k, v)) != wanted:
-            raise self._wrong_share()
-        return slice(rank * q.shape[1], (rank + 1) * q.shape[1])
-
-    def _wrong_share(self) -> ValueError:
-        return ValueError(
-            "MultiheadAttention: q_proj, k_proj and v_proj must give all heads, or be split alike"
-            " (ColwiseParallel) over processes whose number divides num_heads"
-            f" {self.num_heads} and num_kv_heads {self.num_kv_heads}"
-        )
-
-    def _options(self, causal: bool, heads: slice | None) -> dict[str, Any]:
+    def _options(self, is_causal: bool, heads: slice | None) -> dict[str, Any]:
         """Keywords of `attention`, for some of the heads."""
-        causal = causal or self.causal
+        causal = is_causal or self.causal
         sides = self.slopes, None if causal else self.right_slopes
         left, right = (x if x is None or heads is None else x[heads] for x in sides)
         return {"slopes": left, "causal": causal, "right_slopes": right, "window": self.window}
@@ -426,154 +260,18 @@ class MultiheadAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         return attention(q, k, v, **options, dropout=dropout, implementation=self.implementation)
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sizes: masks.Sizes,
-        seen: masks.Seen,
-        positions: Tensor | None,
-        need_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        B, _, T, S = sizes
-        if seen.ends_early and T != S and self.variant != "none":
-            raise ValueError(
-                "MultiheadAttention: padding on the right needs as many queries as keys"
-                f" (T = {T}, S = {S}): where do the queries stand?"
-            )
-        q, k, v = self._project(query, key, value)
-        heads = self._heads(q, k, v, need_weights)
-        options = self._options(seen.causal, heads)
-        if seen.key_range is not None:  # by itself it would move the queries to its end
-            start = seen.key_range.new_full((B,), S - T)
-            options |= {"key_range": seen.key_range, "query_start": start}
-        mask = seen.mask
-        if heads is not None:
-            if mask is not None and mask.shape[1] != 1:
-                mask = mask[:, heads]
-            if positions is not None and positions.dim() == 3:
-                positions = positions[:, heads]
-        options |= {"mask": mask, "positions": positions}
-        out = self._run(q, k, v, **options)
-        weights = attention_weights(q, k, **options) if need_weights else None
-        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
-
-    def _check_points(
-        self,
-        points: Tensor | None,
-        query_points: Tensor | None,
-        num_keys: int,
-        others: dict[str, object],
-    ) -> tuple[Tensor, Tensor | None]:
-        """The points of all keys, with some for global ones, and those of queries."""
-        if points is None:
-            whose = f"the tokens after the {self.global_tokens} global ones"
-            if query_points is not None:
-                whose = "the keys"
-            raise ValueError(f"MultiheadAttention: points must say where {whose} stand")
-        if self.variant not in ("symmetric", "none"):
-            raise ValueError(
-                "MultiheadAttention: points know no left and right: variant must be symmetric or"
-                f" none, got {self.variant!r}"
-            )
-        for name, other in {**others, "window": self.window}.items():
-            if other is not None:
-                raise ValueError(f"MultiheadAttention: points cannot be given with {name}")
-        if self.global_tokens and points.shape[-2:-1] == (num_keys - self.global_tokens,):
-            points = nn.functional.pad(points, (0, 0, self.global_tokens, 0))
-        return points, query_points
-
-    def _attend_points(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        points: Tensor,
-        query_points: Tensor | None,
-        padding: Tensor | None,
-        need_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend among tokens [B, N, width] that stand at points."""
-        q, k, v = self._project(query, key, value)
-        heads = self._heads(q, k, v, need_weights)
-        out, weights = sets.attend(
-            q,
-            k,
-            v,
-            points,
-            query_points,
-            padding,
-            need_weights,
-            dropout=self.dropout if self.training else 0.0,
-            implementation=self.implementation,
-            slopes=self._options(False, heads)["slopes"],
-            metric=self.metric,
-            global_tokens=self.global_tokens,
-        )
-        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
-
     def _attend_nested(
-        self, query: Tensor, key: Tensor, value: Tensor, given: tuple[Any, ...], causal: bool
+        self, query: Tensor, key: Tensor, value: Tensor, beside: tuple[Any, ...], causal: bool
     ) -> Tensor:
         """Attend within each sequence of nested tensors [B, lengths, width]."""
-        if not self.batch_first or any(x is not None for x in given):
+        if not self.batch_first or any(x is not None for x in beside):
             raise ValueError(
                 "MultiheadAttention: nested tensors need batch_first=True, and neither masks nor"
-                " weights, positions or points; with points pad them, as"
-                " torch.nested.to_padded_tensor does, and give a key_padding_mask"
+                " weights or positions"
             )
         strided = query.layout == torch.strided
         if strided:
             query, key, value = nested.as_jagged(query, key, value)
         q, k, v = self._project(query, key, value)
-        options = self._options(causal, self._heads(q, k, v))
-        out = self._run(q, k, v, **options)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        out = self._join(self._run(q, k, v, **self._options(causal, self._heads(q, k, v))))
         return torch.nested.as_nested_tensor(list(out.unbind())) if strided else out
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
-    ) -> None:
-        """Take weights of `torch.nn.MultiheadAttention`, too, which leave slopes as they are."""
-        if take_weights(state_dict, prefix):
-            for name, slope in self.named_parameters(recurse=False):
-                state_dict.setdefault(prefix + name, slope.detach())
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-
-
-@torch.no_grad()
-def _fill(parameter: Any, values: Tensor) -> None:
-    """Fill a parameter, or of one that FSDP shares out what this process holds."""
-    if hasattr(parameter, "placements"):
-        from torch.distributed.tensor import distribute_tensor  # takes a second to import
-
-        values = distribute_tensor(values, parameter.device_mesh, parameter.placements)
-    parameter.copy_(values)
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _check_settings(
-    embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None, dropout: float
-) -> None:
-    sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    for name, value in (sizes | {"head_dim": 1 if head_dim is None else head_dim}).items():
-        if value < 1:
-            raise ValueError(f"MultiheadAttention: {name} must be at least 1, got {value}")
-    if head_dim is None and embed_dim % num_heads:
-        advice = "give head_dim"
-        if num_heads > embed_dim and num_heads % embed_dim == 0:
-            advice = f"embed_dim comes first: MultiheadAttention({num_heads}, {embed_dim})"
-        raise ValueError(
-            f"MultiheadAttention: embed_dim {embed_dim} is no multiple of num_heads {num_heads};"
-            f" {advice}"
-        )
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"MultiheadAttention: num_heads {num_heads} is no multiple of num_kv_heads"
-            f" {num_kv_heads}"
-        )
-    _request.check_dropout("MultiheadAttention", dropout)
