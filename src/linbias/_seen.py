@@ -1,4 +1,4 @@
-"""Which keys a query sees by `window` and `query_range`: one range of keys for each query."""
+"""Which keys a query sees: by `window` and `query_range`, and on one side alone."""
 
 import numbers
 from collections.abc import Callable
@@ -54,6 +54,28 @@ def ranges_of_queries(
     first, end = first.clip(0, S), end.clip(0, S)
     ranges = xp.stack((first, xp.maximum(first, end)), -1)
     return xp.broadcast_to(ranges, (problem.B, T, 2))
+
+
+def beside_all(
+    xp: Any, apart: Any, own_key: Any, first: Any, end: Any, left: Any, right: Any
+) -> tuple[Any, Any]:
+    """Which queries see keys on one side alone, and the bias that they lack once they are moved to
+    the nearest of these.
+
+    Softmax does not see what all scores of a row share, but in a narrow type it would cost digits.
+
+    Args:
+        xp: The functions of arrays, such as `numpy`.
+        apart: How far each query stands beyond its own key, or the nearest to it in the range.
+        own_key: The key at which the order has it; the range is first .. end - 1.
+        left, right: Slopes; where nothing is seen to the right, inf.
+    """
+    before = own_key < first
+    beyond = ~before & ((own_key >= end - 1) | xp.isinf(right))
+    slope = xp.where(before, right, left)
+    # Of a side that an infinite slope hides, the query's own key is seen at most.
+    lacking = xp.where(xp.isinf(slope) | ~(before | beyond), 0.0, slope)
+    return before | beyond, xp.where(before, -apart, apart) * lacking
 
 
 def is_number(value: object, kind: type) -> bool:

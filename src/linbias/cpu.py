@@ -5,7 +5,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _names, _request, _values
+from linbias import _names, _request, _seen, _values
 from linbias._arrays import Array, Unmasked, check, fill, in_batches, per_query_head, stand
 from linbias.kernels import core
 
@@ -168,17 +168,13 @@ def _stand_near(
     ranges: Array,
     own: Array,
 ) -> tuple[Array, Array]:
-    """As `linbias.torch.standing.stand_near`: queries near keys, and the bias that rows lack."""
+    """Move queries beside all keys to the nearest; and the bias that rows thereby lack."""
     xq, (first, end) = standing["query_positions"], np.split(ranges, 2, -1)
     left, right = (np.inf if side is None else side[..., None].astype(float) for side in sides)
-    before = own < first
-    beyond = ~before & ((own >= end - 1) | np.isinf(right))
     own_key = np.minimum(standing["own_key"], standing["positions"].shape[-1] - 1)
     nearest = np.take_along_axis(standing["positions"], own_key, -1)
-    away = np.where(before, nearest - xq, xq - nearest)
-    slope = np.where(before, right, left)
-    bias = away * np.where(np.isinf(slope) | ~(before | beyond), 0.0, slope)
-    return np.where(before | beyond, nearest, xq), bias
+    alone, bias = _seen.beside_all(np, xq - nearest, own, first, end, left, right)
+    return np.where(alone, nearest, xq), bias
 
 
 def _computed_in(dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:

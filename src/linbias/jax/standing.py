@@ -25,6 +25,7 @@ import numpy as np
 from jax import Array
 
 from linbias._request import LARGEST_POSITION
+from linbias._seen import beside_all
 from linbias.jax.operator import Inputs
 
 ArrayLike = Array | np.ndarray[Any, Any]
@@ -64,8 +65,7 @@ def stand_near(inputs: Inputs) -> tuple[Inputs, Array | None]:
     is used.
 
     Given queries that see keys on one side alone stand at the nearest of these, and [B, T, H] is
-    the bias that all keys lack: softmax does not see what all scores have in common, and in a
-    narrow type it rounds off what they differ by.
+    the bias that all keys lack.
     """
     x, xq = inputs.positions, inputs.query_positions
     if x is None:
@@ -90,14 +90,10 @@ def stand_near(inputs: Inputs) -> tuple[Inputs, Array | None]:
     elif S > 0:
         left = inputs.left[..., None]
         right = jnp.full_like(left, jnp.inf) if inputs.right is None else inputs.right[..., None]
-        before = order < first
-        beyond = ~before & ((order >= end - 1) | jnp.isinf(right))
-        away = jnp.where(before, -1, 1) * (xq - nearest).sum(-1)
-        slope = jnp.where(before, right, left)
-        # Of a side that an infinite slope hides, the query's own key is seen at most.
-        bias = away * jnp.where(jnp.isinf(slope) | ~(before | beyond), 0, slope)
+        apart = (xq - nearest).sum(-1)
+        alone, bias = beside_all(jnp, apart, order, first, end, left, right)
         bias = bias.astype(inputs.left.dtype).swapaxes(1, 2)
-        xq = jnp.where((before | beyond)[..., None], nearest, xq)
+        xq = jnp.where(alone[..., None], nearest, xq)
     xq = jnp.broadcast_to(xq, nearest.shape)
     return replace(inputs, positions=x, query_positions=xq), bias
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from linbias import _stamps
 from linbias._request import Problem, Request
+from linbias._seen import beside_all
 from linbias.torch.operators.operator import Inputs
 
 # As a caller has them: numbers, or NumPy's datetime64 and timedelta64 in their own unit.
@@ -88,10 +89,7 @@ def of_rows(x: Tensor, B: int) -> Tensor:
 
 
 def stand_near(inputs: Inputs) -> tuple[Inputs, Tensor]:
-    """Move queries beside all keys to the nearest; and the bias that rows thereby lack, [B, H, T].
-
-    Softmax does not see what all scores of a row share, but in a narrow type it would cost digits.
-    """
+    """Move queries beside all keys to the nearest; and the bias [B, H, T] that they then lack."""
     x, xq = inputs.positions, inputs.query_positions
     assert x is not None and xq is not None, "whoever has positions has both"
     (B, H, T, _), (G, S) = inputs.q.shape, inputs.k.shape[1:3]
@@ -104,14 +102,9 @@ def stand_near(inputs: Inputs) -> tuple[Inputs, Tensor]:
     if inputs.key_range is not None:
         first, end = inputs.key_range.repeat_interleave(H // max(1, G), 1).split(1, 2)
     left, right = (_per_row(s, x.device) for s in (inputs.left, inputs.right))
-    before = place < first
-    beyond = ~before & ((place >= end - 1) | right.isinf())
     nearest = x.gather(2, place.clamp(first, end - 1).clamp(0, S - 1))
-    away = torch.where(before, nearest - xq, xq - nearest)
-    slope = torch.where(before, right, left)
-    # Of a side that an infinite slope hides, the query's own key is seen at most.
-    bias = away * slope.masked_fill(slope.isinf() | ~(before | beyond), 0.0)
-    xq = torch.where(before | beyond, nearest, xq)
+    alone, bias = beside_all(torch, xq - nearest, place, first, end, left, right)
+    xq = torch.where(alone, nearest, xq)
     return inputs._replace(query_positions=xq), bias.to(inputs.left.dtype)
 
 
