@@ -20,6 +20,7 @@ from contract import check_case, rows
 from linbias import cpu
 from linbias.kernels import core
 from linbias.torch import addresses, attention
+from linbias.torch.call import prepare
 from linbias.torch.impl import cpu as torch_cpu
 from linbias.torch.operators import operator
 from test_torch import DTYPES, TorchSubject
@@ -212,6 +213,19 @@ def test_entries_of_a_row_may_lie_apart(size):
     assert q.stride(3) == 9
     found = attention(q, q, q, implementation="cpu")
     assert torch.equal(found, attention(*[q.contiguous()] * 3, implementation="cpu"))
+
+
+@pytest.mark.parametrize("name", ("key_range", "query_start", "query_range"))
+def test_integers_of_32_bits_are_no_memory_of_64(name):
+    """Whoever calls the operator itself has no `prepare` before it that widens them."""
+    value = {"key_range": [[1, 7], [0, 6]], "query_start": [2, 1], "query_range": [[1, 5]] * 5}
+    q, k = torch.randn(2, 2, 5, 4), torch.randn(2, 2, 7, 4)
+    given = {name: torch.tensor(value[name])}
+    inputs, _ = prepare("attention", q, k, k, None, **given)
+    narrow = inputs._replace(**{name: getattr(inputs, name).int()})
+    assert torch.equal(
+        torch_cpu.attention(narrow, False)[0], torch_cpu.attention(inputs, False)[0]
+    )
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
