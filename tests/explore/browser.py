@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+WINDOW = {"width": 1280, "height": 900}
 FLAGS = [
     "--no-sandbox",  # containers lack what the sandbox needs
     "--disable-gpu",
@@ -50,11 +51,8 @@ def started() -> Iterator[Any]:
 
 
 def open_tab(browser: Any, **options: Any) -> Any:
-    """A tab with a context of its own, and a window of 1280 x 900 pixels unless the options say
-    otherwise.
-    """
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-    page = context.new_page()
+    """A tab with a context of its own."""
+    page = browser.new_context(**{"viewport": WINDOW, **options}).new_page()
     page.set_default_timeout(5000)
     return page
 
@@ -74,7 +72,8 @@ def violations(page: Any) -> list[str]:
 class Visits:
     """The pages of one test, with all that they asked for and complained about.
 
-    Pages without options of their own share one tab, whose start takes longer than most tests.
+    Pages whose only option is the size of their window share one tab, since to start one takes
+    longer than most tests.
     """
 
     def __init__(self, browser: Any) -> None:
@@ -86,10 +85,10 @@ class Visits:
 
     def __call__(self, path: Path, state: str = "", **options: Any) -> Any:
         """Open a file; `state` is what follows the # of its address."""
+        viewport = options.pop("viewport", WINDOW)
         page = open_tab(self.browser, **options) if options else self.shared
-        page.goto(
-            "about:blank"
-        )  # from the same file, another state would change the hash and load nothing
+        page.goto("about:blank")  # from one state to another the file would not be loaded again
+        page.set_viewport_size(viewport)
         if page not in self.opened:
             page.on("console", self._hear)
             page.on("pageerror", self._hear)

@@ -1,5 +1,7 @@
 """The explorer's page as its reader meets it, by names and roles, and what it should show."""
 
+import contextlib
+import io
 import re
 from typing import Any
 
@@ -49,6 +51,24 @@ def copied(part: Any, what: str = "code") -> str:
     return part.get_by_role("textbox", name="To copy by hand").evaluate(
         "field => field.value.slice(field.selectionStart, field.selectionEnd)"
     )
+
+
+def ran(code: str) -> tuple[dict[str, Any], str]:
+    """The names that a program leaves, and what it prints."""
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(code, names)
+    return names, out.getvalue()
+
+
+def styles(nodes: Any, *properties: str) -> list[Any]:
+    """Numbers that stand in the styles of elements, by element."""
+    rows = nodes.evaluate_all(
+        """(nodes, names) => nodes.map(({ style }) =>
+          names.map((name) => parseFloat(style.getPropertyValue(name))))""",
+        properties,
+    )
+    return [row[0] for row in rows] if len(properties) == 1 else rows
 
 
 def printed(value: float, digits: int = 4) -> str:

@@ -1,6 +1,4 @@
-"""The pages that the package writes, by the rules of axe-core: contrast, names, roles, keyboard;
-and narrow windows.
-"""
+"""Reports by the rules of axe-core: contrast, names, roles, keyboard; and narrow windows."""
 
 import math
 
@@ -58,12 +56,3 @@ def test_a_table_that_is_cut_says_so_and_can_be_scrolled_by_keyboard(visit, repo
     table.press("ArrowRight")
     shown.wait_for_function("box => box.scrollLeft > 0", arg=table.element_handle())
     assert table.locator("th[scope=row]").first.bounding_box()["x"] >= 0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_explorer_breaks_no_rule(visit, explorer_file, theme):
-    shown = visit(explorer_file, color_scheme=theme, bypass_csp=True)
-    for tab in shown.get_by_role("tab").all():
-        tab.click()
-        assert browser.violations(shown) == [], tab.inner_text()

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import browser
 import linbias
+from explorer_page import styles
 from linbias import explore
 from linbias.data.tokenizers import byte_tokenizer, character_tokenizer, train_bpe
 from linbias.explore import model, reading
@@ -495,9 +496,8 @@ def test_the_methods_of_a_run_stand_side_by_side(visit, run_file, shown_run):
             ("24", "no rows past 24") if one is learned else ("25", "trained up to here")
         )
         # The darkest token is the dearest.
-        share = "tokens => tokens.map((token) => token.style.getPropertyValue('--share'))"
-        shares = column.locator(".token").evaluate_all(share)
-        expected = [f"{min(100, round(100 * (cost or 0) / 8))}%" for cost in bits]
+        shares = styles(column.locator(".token"), "--share")
+        expected = [min(100, round(100 * (cost or 0) / 8)) for cost in bits]
         assert shares[: one["num_tokens"]] == expected
     words = panel.locator(".story").last.inner_text()
     first, second = (
@@ -684,19 +684,27 @@ def test_a_link_shows_what_its_sender_saw(visit, model_file):
     assert text.get_attribute("aria-valuenow") == "38"
 
 
-@pytest.mark.parametrize("width", [320, 360])
-def test_it_is_no_wider_than_a_phone(visit, run_file, width):
-    panel = open_model(visit, run_file, viewport={"width": width, "height": 700})
-    assert panel.page.evaluate("document.documentElement.scrollWidth") == width
-    for slider in panel.get_by_role("slider").all():
-        box = slider.bounding_box()
-        assert 0 <= box["x"] <= box["x"] + box["width"] <= width
+# All views, of a page that has every one
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_no_view_is_wider_than_the_window(visit, run_file, width):
+    page = visit(run_file, viewport={"width": width, "height": 800})
+    for tab in page.get_by_role("tab").all():
+        tab.click()
+        assert page.evaluate("document.documentElement.scrollWidth") == width, tab.inner_text()
+        for slider in page.get_by_role("tabpanel").get_by_role("slider").all():
+            if slider.is_visible():
+                box = slider.bounding_box()
+                assert 0 <= box["x"] <= box["x"] + box["width"] <= width, tab.inner_text()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_it_breaks_no_rule_of_accessibility(visit, run_file, theme):
-    panel = open_model(visit, run_file, color_scheme=theme, bypass_csp=True)
-    for method in ("ALiBi", "learned table"):
-        choose(panel, method)
-        assert browser.violations(panel.page) == []
+def test_the_explorer_breaks_no_rule_of_accessibility(visit, run_file, theme):
+    page = visit(run_file, color_scheme=theme, bypass_csp=True)
+    for tab in page.get_by_role("tab").all():
+        tab.click()
+        assert browser.violations(page) == [], tab.inner_text()
+    choose(page.get_by_role("tabpanel"), "learned table")
+    assert browser.violations(page) == []

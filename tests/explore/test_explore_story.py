@@ -6,7 +6,7 @@ from urllib.parse import urlencode
 import pytest
 
 import linbias
-from explorer_page import STORY, Explorer, copied, last_words_weights, printed
+from explorer_page import STORY, Explorer, copied, last_words_weights, printed, styles
 from linbias import explore
 from linbias.explore import data
 from linbias.methods import METHODS
@@ -24,9 +24,7 @@ def ink(page):
 def assert_ink(page, words, slope):
     weights = last_words_weights(words, slope)
     assert ink(page) == [[w, printed(x, 2)] for w, x in zip(words, weights, strict=True)]
-    shares = page.locator(".ink-word").evaluate_all(
-        "words => words.map((word) => Number(word.style.getPropertyValue('--ink-share')))"
-    )
+    shares = styles(page.locator(".ink-word"), "--ink-share")
     assert shares == pytest.approx(list((weights / weights.max()) ** 0.5))
 
 
@@ -58,15 +56,12 @@ def test_the_ink_of_the_words_is_their_weight(visit, explorer_file):
 @pytest.mark.parametrize("size", [(1440, 900), (390, 844)])
 def test_the_idea_is_seen_without_scrolling(visit, explorer_file, size):
     page = visit(explorer_file, viewport={"width": size[0], "height": size[1]})
-    parts = page.locator(".lede").first, page.locator(".links a").first
-    story = page.locator(".slope-story")
     for part in (
-        *parts,
-        story.locator("input"),
-        story.locator(".ink"),
-        story.locator(".ink-says"),
+        ".lede",
+        ".links a",
+        *(f".slope-story {x}" for x in ("input", ".ink", ".ink-says")),
     ):
-        box = part.bounding_box()
+        box = page.locator(part).first.bounding_box()
         assert box["y"] + box["height"] <= size[1], part
 
 
@@ -289,19 +284,6 @@ def test_links_and_code_are_copied(open_state, explorer_file):
     assert page.evaluate(clipboard) == page.fold("In Python").locator("code").inner_text()
     assert copied(page.locator(".top"), "link") == page.url
     page.get_by_role("button", name="Selected: copy it by hand").wait_for()
-
-
-# Phones
-
-
-@pytest.mark.parametrize("width", [320, 390])
-def test_no_view_is_wider_than_the_window(visit, explorer_file, width):
-    page = visit(explorer_file, viewport={"width": width, "height": 800})
-    for name in ("Why", "How", "Where", "Results", "Cost"):
-        page.get_by_role("tab", name=name).click()
-        assert page.evaluate("document.documentElement.scrollWidth") == width, name
-        box = page.get_by_role("tabpanel").get_by_role("slider").last.bounding_box()
-        assert 0 <= box["x"] <= box["x"] + box["width"] <= width, name
 
 
 def test_on_a_phone_the_slider_stays_with_what_it_moves(open_state):

@@ -2,17 +2,14 @@
 real browser.
 """
 
-import contextlib
-import io
 import itertools
 import re
-from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
 import pytest
 
-from explorer_page import STORY, copied, last_words_weights, printed
+from explorer_page import STORY, copied, last_words_weights, printed, ran, styles
 from linbias import explore
 
 COUNTED = [float(s) for s in range(11)]
@@ -53,29 +50,19 @@ def gap(page, s):
 def assert_line(page, slope, positions):
     """The words' numbers, ink and bars are those of Python's attention at these positions."""
     weights = last_words_weights(STORY, slope, positions)
-    shown = page.locator(".ruler .ink-word").evaluate_all(
-        """words => words.map((word) => {
-          const names = ["--ink-share", "--share", "--plain"];
-          const numberOf = (name) => Number(word.style.getPropertyValue(name));
-          const [ink, share, plain] = names.map(numberOf);
-          const text = [1, 2].map((child) => word.children[child].textContent);
-          return { text, ink, share, plain };
-        })"""
+    words = page.locator(".ruler .ink-word")
+    shown = words.evaluate_all(
+        "words => words.map((word) => [1, 2].map((child) => word.children[child].textContent))"
     )
-    wanted = [[word, printed(x, 2)] for word, x in zip(STORY, weights, strict=True)]
-    assert [word["text"] for word in shown] == wanted
-    assert [word["ink"] for word in shown] == pytest.approx(list((weights / weights.max()) ** 0.5))
+    assert shown == [[word, printed(x, 2)] for word, x in zip(STORY, weights, strict=True)]
+    # The lines from words to knobs, and the knobs, have the words' ink.
+    for part in (words, page.locator(".ruler-line"), page.locator(".ruler li")):
+        assert styles(part, "--ink-share") == pytest.approx(list((weights / weights.max()) ** 0.5))
     # Bars and the thin lines across them, the weights of words that are counted, have one scale.
     counted = last_words_weights(STORY, slope, COUNTED)
     most = max(0.35, *weights, *counted)
-    assert [word["share"] for word in shown] == pytest.approx(list(weights / most))
-    assert [word["plain"] for word in shown] == pytest.approx(list(counted / most))
-    # The lines from words to knobs, and the knobs, have the words' ink.
-    for part in (".ruler-line", ".ruler li"):
-        inks = page.locator(part).evaluate_all(
-            "parts => parts.map((part) => Number(part.style.getPropertyValue('--ink-share')))"
-        )
-        assert inks == [word["ink"] for word in shown], part
+    bars = np.stack([weights, counted], axis=1) / most
+    np.testing.assert_allclose(styles(words, "--share", "--plain"), bars, rtol=1e-6)
     back = sum(weights * (positions[-1] - np.array(positions)))
     assert f"looks {back:.1f} back on average" in page.locator(".stamps .ink-says").inner_text()
 
@@ -218,7 +205,6 @@ def test_no_word_covers_another_wherever_they_stand(where, width):
         assert box[axis] - 0.1 <= boxes[0][axis]
         assert boxes[-1][axis] + boxes[-1][size] <= box[axis] + box[size] + 0.1
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        page.context.close()
 
 
 # In the plane
@@ -247,17 +233,14 @@ def assert_plane(page, query, slope=0.5, metric="euclidean"):
     """Numbers and ink are those of this query."""
     weights = plane_weights(query, slope, metric)
     shown = dots(page).evaluate_all(
-        """dots => dots.map((dot) => [
-          dot.ariaLabel, Number(dot.style.getPropertyValue("--ink-share")),
-          dot.classList.contains("looks"),
-        ])"""
+        "dots => dots.map((dot) => [dot.ariaLabel, dot.classList.contains('looks')])"
     )
     names = ["global token", *(f"point {i}" for i in range(1, 73))]
-    assert [words for words, _, _ in shown] == [
-        f"{name}: {printed(x)}" for name, x in zip(names, weights, strict=True)
+    assert shown == [
+        [f"{name}: {printed(weights[i])}", i == query] for i, name in enumerate(names)
     ]
-    assert [ink for _, ink, _ in shown] == pytest.approx(list((weights / weights.max()) ** 0.5))
-    assert [looks for _, _, looks in shown].index(True) == query
+    inks = styles(dots(page), "--ink-share")
+    assert inks == pytest.approx(list((weights / weights.max()) ** 0.5))
     says = page.locator(".plane-story .ink-says").inner_text()
     assert (f"Point {query} gives {printed(weights[query])} to itself" in says) == (query > 0)
     assert ("The global token stands nowhere: " in says) == (query == 0)
@@ -387,9 +370,7 @@ def test_the_code_of_the_line_gives_its_numbers(where):
     page = where(x="0 1 2 3 4 4.5 6 7.1 8 9 12", gates="4", slope=0.3)
     code = copied(page.locator(".stamps"))
     assert "linbias.attention(q, k, v, [0.3], positions=" in code
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(code, {})
-    lines = re.findall(r"\[([^\]]*)\]", out.getvalue())
+    lines = re.findall(r"\[([^\]]*)\]", ran(code)[1])
     output, weights = (np.fromstring(line, sep=" ") for line in lines)
     stands = positions(page)
     assert stands[4] == 1004
@@ -404,9 +385,7 @@ def test_the_code_of_the_plane_gives_its_numbers(where, metric):
     pytest.importorskip("torch")
     page = where(query=50, plane=0.8, metric=metric)
     assert_plane(page, 50, 0.8, metric)
-    names: dict[str, Any] = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(copied(page.locator(".plane-story")), names)
+    names, _ = ran(copied(page.locator(".plane-story")))
     for query in (50, 0):
         wanted = plane_weights(query, 0.8, metric)
         assert names["weights"][query].numpy() == pytest.approx(wanted)

@@ -116,13 +116,12 @@ def test_reach_says_within_which_distance_the_weight_lies():
 
 def test_reach_marks_where_near_to_far_stops():
     rng = np.random.default_rng(0)
-    q, k = rng.normal(size=(2, 2, 256, 8))
+    q, k = rng.normal(size=(2, 2, 128, 8))
     left = np.array([1.0, 0.0])
-    read = tokens_read(q[:, 128:], k, left, 2**-24, {"causal": True})
-    tiles = near_to_far.attention(q[:, 128:], k, k, left, rows=2, keys=2).tiles[0]
-    middle = np.median([255 - 127 + t.first_row + 1.5 - 1 - t.first for t in tiles[0]])
-    assert abs(read[0] - middle) <= 2
-    assert read[1] == np.median(np.arange(129, 257))  # slope 0: everything
+    read = tokens_read(q[:, 64:], k, left, 2**-24, {"causal": True})
+    tiles = near_to_far.attention(q[:, 64:], k, k, left, rows=2, keys=2).tiles[0]
+    assert abs(read[0] - np.median([64 + t.first_row + 0.5 - t.first for t in tiles[0]])) <= 2
+    assert read[1] == np.median(np.arange(65, 129))  # slope 0: everything
     figure = plots.reach(q, k, left)
     (marks,) = figure.axes[0].lines
     assert_allclose(marks.get_xdata(), read)

@@ -5,7 +5,8 @@ Its files:
     data.py      the chapter's example, the README's run; model.py, reading.py: a model on a text
     vectors.py   q, k and v for texts of the reader's
     bundle.py    the modules of js/ as one script: start.js (a file) and widget.js (a notebook)
-                 start page.js, *_view.js are its views, card.js is a slope for the documentation
+                 start page.js, whose views are *_view.js; the documentation's first page has
+                 slope_story.js alone; dom.js draws again what of a page is given by functions
     frame.py     all of it as one file, in the frame of page.html, with style.css, story.css
                  and views.css; static.py is what is left of it without scripts
     notebook.py  the page inside a notebook
@@ -121,7 +122,7 @@ def slope_card(place: str) -> str:
     """
     given = ", ".join(map(frame.to_json, (data.example(), read_style("story.css"))))
     start = f"startCard(document.getElementById({frame.to_json(place)}), {given});"
-    return f'"use strict";\n(() => {{\n{bundle("card.js")}{start}\n}})();\n'
+    return f'"use strict";\n(() => {{\n{bundle("slope_story.js")}{start}\n}})();\n'
 
 
 class _Module(ModuleType):

@@ -1,5 +1,5 @@
-// Attention with linear biases in float64, as linbias.definition has it, and q, k and v for any
-// text, as linbias.explore.vectors makes them. Pure functions of plain arrays.
+// Attention with linear biases in float64, as linbias.definition has it, and q, k and v for any text, as
+// linbias.explore.vectors makes them. Pure functions of plain arrays.
 
 import { SLOPES } from "./slopes.js";
 
@@ -8,8 +8,8 @@ export const VARIANTS = ["causal", "symmetric", "directional", "asymmetric"];
 // linbias.slopes(numHeads, schedule), bit for bit: powers computed here could differ in the last.
 export const slopes = (numHeads, schedule) => [...SLOPES[schedule][numHeads - 1]];
 
-// Slopes to the left and to the right: an infinite one hides its side. Of a directional encoder's
-// heads half look each way, each with the slopes of half as many heads.
+// Slopes to the left and to the right: an infinite one hides its side. Of a directional encoder's heads half
+// look each way, each with the slopes of half as many heads.
 export function sides(variant, numHeads, schedule) {
   const all = slopes(numHeads, schedule);
   if (variant === "causal") return { left: all, right: all.map(() => Infinity) };
@@ -19,8 +19,8 @@ export function sides(variant, numHeads, schedule) {
   return { left: [...half, ...none], right: [...none, ...half] };
 }
 
-// Every step of one head: q, k, v have a row for each token; keys stand at the positions. Matrices
-// are [T * S], row by row; output is [T * E].
+// Every step of one head: q, k, v have a row for each token; keys stand at the positions. Matrices are [T *
+// S], row by row; output is [T * E].
 export function attend({ q, k, v, left, right, positions = k.map((_, s) => s) }) {
   const [T, S, E] = [q.length, k.length, v[0].length];
   const scale = 1 / Math.sqrt(q[0].length);

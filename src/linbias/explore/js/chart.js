@@ -1,7 +1,7 @@
-// A line chart: a cursor that pointer and keys move, and a legend that shows the values there and
-// switches lines on and off. To assistive technology the drawing is a slider that is read out.
+// A line chart: a cursor that pointer and keys move, and a legend that shows the values there and switches
+// lines on and off. To assistive technology the drawing is a slider that is read out.
 //
-// lineChart({ switchedOff, onSwitch }) -> { element, update(spec) }; charts may share what is off.
+// lineChart(specOf, { switchedOff, onSwitch }) is an element; charts may share what is off.
 //   spec.label   what the chart shows, for readers who do not see it
 //   spec.x       { label, low, high, log, ticks, format(x), at(x) }; at: the heading of the legend
 //   spec.y       { label, low, high, log, format(y), tick(y) }; low, high: what is always shown
@@ -11,70 +11,20 @@
 //   spec.marks   [{ x or y, text, middle }]: a dashed line; middle: of y, the x of its words
 //   spec.start   the x at which the cursor stands until it is moved; the last one if left out
 
-import { element, setAll, setText, svgElement, walked } from "./dom.js";
-import {
-  decimalsOf, powerTicks, roundTicks, scaleOf, superscript, ticksWithRoom,
-} from "./numbers.js";
+import { component, element, onDraw, svgElement, walked } from "./dom.js";
+import { decimalsOf, powerTicks, roundTicks, scaleOf, superscript, ticksWithRoom } from "./numbers.js";
 
 const CHART_MARGIN = { top: 18, right: 14, bottom: 46, left: 52 };
 
-export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {}) {
-  const drawing = svgElement("svg.chart-drawing", { tabindex: 0, role: "slider" });
-  const legendHead = element("p.chart-legend-head");
-  const legendList = element("ul.chart-legend-list");
-  const box = element("div.chart-box", drawing);
+export function lineChart(specOf, { switchedOff = new Set(), onSwitch = () => {} } = {}) {
   let spec = null;
   let stops = []; // the x at which the cursor can stand
   let at = null;
   let start = null;
-  let plot = null; // the scales of what is drawn
-  let keys = "";
+  let plot = null; // the scales of what is drawn, once the chart has a width
 
   const shownLines = () => spec.lines.filter((line) => !switchedOff.has(line.key));
-
-  function draw() {
-    const { width, height } = box.getBoundingClientRect();
-    if (spec === null || width === 0) return;
-    const lines = shownLines();
-    plot = scalesOf(spec, lines, width, height);
-    setAll(drawing, {
-      viewBox: `0 0 ${width} ${height}`, "aria-label": `${spec.label}. ${spec.x.label}`,
-    });
-    drawing.replaceChildren(
-      ...axes(spec, plot, width, height),
-      ...(spec.marks ?? []).map((mark) => markAcross(mark, plot)),
-      svgElement("g.cursor"),
-      ...mainLast(lines).map((line) => drawnLine(line, plot)),
-      svgElement("g.dots"),
-    );
-    moveTo(at);
-  }
-
-  function moveTo(x) {
-    at = x;
-    const lines = shownLines();
-    const where = at === undefined ? "no points" : spec.x.at(at);
-    const described = lines.map((line) => `${line.name} ${written(line)}`);
-    legendHead.textContent = where;
-    spec.lines.forEach((line, i) => {
-      const button = legendList.children[i].firstChild;
-      const on = lines.includes(line);
-      button.setAttribute("aria-pressed", on);
-      setText(button.lastChild, on ? written(line) : "off");
-    });
-    setAll(drawing, {
-      "aria-valuemin": 0, "aria-valuemax": stops.length - 1, "aria-valuenow": stops.indexOf(at),
-      "aria-valuetext": `${where}: ${described.join(", ") || "no lines"}`,
-    });
-    if (plot === null || at === undefined) return;
-    const cx = plot.x(at);
-    drawing.querySelector(".cursor").replaceChildren(verticalLine(cx, plot));
-    drawing.querySelector(".dots").replaceChildren(
-      ...lines.filter((line) => valueAt(line) !== null).map((line) =>
-        svgElement("circle", { cx, cy: plot.y(valueAt(line)), r: 4.5, style: paintOf(line) }),
-      ),
-    );
-  }
+  const where = () => (at === undefined ? "no points" : spec.x.at(at));
 
   // What the line is where the cursor stands; null where it has no point.
   const valueAt = (line) => line.points.find(({ x }) => x === at)?.y ?? null;
@@ -84,9 +34,74 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
     return value === null ? (line.stop ?? "\u2013") : spec.y.format(value);
   }
 
+  function inWords() {
+    const described = shownLines().map((line) => `${line.name} ${written(line)}`);
+    return `${where()}: ${described.join(", ") || "no lines"}`;
+  }
+
+  function picture() {
+    if (plot === null) return [];
+    const lines = shownLines();
+    const dots = lines.filter((line) => valueAt(line) !== null).map((line) =>
+      svgElement("circle", { cx: plot.x(at), cy: plot.y(valueAt(line)), r: 4.5, style: paintOf(line) }),
+    );
+    return [
+      ...axes(spec, plot),
+      ...(spec.marks ?? []).map((mark) => markAcross(mark, plot)),
+      svgElement("g.cursor", at !== undefined && verticalLine(plot.x(at), plot)),
+      ...mainLast(lines).map((line) => drawnLine(line, plot)),
+      svgElement("g.dots", dots),
+    ];
+  }
+
+  function legendLine(line, i) {
+    const isOn = !switchedOff.has(line.key);
+    const attributes = {
+      style: paintOf(line), "aria-pressed": isOn, on: { click: () => flip(spec.lines[i].key) },
+    };
+    return element("li",
+      element("button.legend-line", attributes,
+        element("span.swatch", { "aria-hidden": true }),
+        element("span.legend-name", line.name),
+        element("span.legend-value", isOn ? written(line) : "off"),
+      ),
+    );
+  }
+
+  const chart = component(() =>
+    element("div.chart",
+      element("div.chart-box",
+        svgElement("svg.chart-drawing", {
+          tabindex: 0, role: "slider", viewBox: () => plot && `0 0 ${plot.width} ${plot.height}`,
+          "aria-label": () => `${spec.label}. ${spec.x.label}`, "aria-valuetext": inWords,
+          "aria-valuemin": 0, "aria-valuemax": () => stops.length - 1,
+          "aria-valuenow": () => stops.indexOf(at),
+          on: { pointermove: point, pointerdown: point, keydown: walk },
+        }, picture),
+      ),
+      element("div.chart-legend",
+        element("p.chart-legend-head", where),
+        element("ul.chart-legend-list", () => spec.lines.map(legendLine)),
+      ),
+    ),
+  );
+  const box = chart.element.firstChild;
+
+  function draw() {
+    const { width, height } = box.getBoundingClientRect();
+    if (spec === null) return;
+    if (width > 0) plot = scalesOf(spec, shownLines(), width, height);
+    chart.draw();
+  }
+
+  function moveTo(x) {
+    at = x;
+    chart.draw();
+  }
+
   function point(event) {
     if (plot === null || stops.length === 0) return;
-    const { left, width } = drawing.getBoundingClientRect();
+    const { left, width } = box.getBoundingClientRect();
     const pixel = ((event.clientX - left) / width) * plot.width;
     const away = (x) => Math.abs(plot.x(x) - pixel);
     moveTo(stops.reduce((best, x) => (away(x) < away(best) ? x : best)));
@@ -103,38 +118,20 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
     onSwitch();
   }
 
-  function buildLegend() {
-    const buttons = spec.lines.map((line) =>
-      element("button.legend-line", { style: paintOf(line), on: { click: () => flip(line.key) } },
-        element("span.swatch", { "aria-hidden": true }),
-        element("span.legend-name", line.name),
-        element("span.legend-value"),
-      ),
-    );
-    legendList.replaceChildren(...buttons.map((button) => element("li", button)));
-  }
-
-  setAll(drawing, { on: { pointermove: point, pointerdown: point, keydown: walk } });
+  onDraw(() => {
+    const next = specOf();
+    const within = ({ x }) => next.x.low <= x && x <= next.x.high;
+    const cut = (line) => ({ ...line, points: line.points.filter(within) });
+    spec = { ...next, lines: next.lines.map(cut) };
+    stops = spec.lines
+      .map((line) => drawnPoints(line).map(({ x }) => x))
+      .reduce((most, xs) => (xs.length > most.length ? xs : most), []);
+    if (!stops.includes(at) || spec.start !== start) at = spec.start ?? stops.at(-1);
+    start = spec.start;
+    draw();
+  });
   new ResizeObserver(draw).observe(box);
-
-  return {
-    element: element("div.chart", box, element("div.chart-legend", legendHead, legendList)),
-    update(next) {
-      const within = ({ x }) => next.x.low <= x && x <= next.x.high;
-      const cut = (line) => ({ ...line, points: line.points.filter(within) });
-      spec = { ...next, lines: next.lines.map(cut) };
-      stops = spec.lines
-        .map((line) => drawnPoints(line).map(({ x }) => x))
-        .reduce((most, xs) => (xs.length > most.length ? xs : most), []);
-      if (!stops.includes(at) || spec.start !== start) at = spec.start ?? stops.at(-1);
-      start = spec.start;
-      const wanted = spec.lines.map((line) => `${line.key} ${line.name}`).join();
-      if (wanted !== keys) buildLegend();
-      keys = wanted;
-      draw();
-      if (plot === null) moveTo(at); // not laid out yet: the legend can be read nevertheless
-    },
-  };
+  return chart.element;
 }
 
 export const mainLast = (lines) => lines.toSorted((a, b) => Boolean(a.main) - Boolean(b.main));
@@ -155,15 +152,14 @@ function scalesOf(spec, lines, width, height) {
   const forWords = spec.marks?.some((mark) => mark.x !== undefined) ? 3 * room : room;
   const under = low === spec.y.low ? 0 : forWords;
   return {
-    ...{ top: CHART_MARGIN.top, bottom, left, right, width, low, high },
+    ...{ top: CHART_MARGIN.top, bottom, left, right, width, height, low, high },
     x: scaleOf({ low: spec.x.low, high: spec.x.high, from: left, to: right, log: spec.x.log }),
     y: scaleOf({ low: low - under, high: high + room, ...ends }),
   };
 }
 
 // Lines over the whole height and width of a plot, and a text.
-export const verticalLine = (x, { top, bottom }) =>
-  svgElement("line", { x1: x, x2: x, y1: top, y2: bottom });
+export const verticalLine = (x, { top, bottom }) => svgElement("line", { x1: x, x2: x, y1: top, y2: bottom });
 
 export const horizontalLine = (y, { left, right }) =>
   svgElement("line", { x1: left, x2: right, y1: y, y2: y });
@@ -171,8 +167,8 @@ export const horizontalLine = (y, { left, right }) =>
 export const svgText = (x, y, anchor, text, attributes = {}) =>
   svgElement("text", { x, y, "text-anchor": anchor, ...attributes }, text);
 
-function axes(spec, plot, width, height) {
-  const { top, bottom, left, right, low, high } = plot;
+function axes(spec, plot) {
+  const { top, bottom, left, right, width, height, low, high } = plot;
   const count = Math.max(2, Math.floor((bottom - top) / 48));
   const yTicks = spec.y.log ? powerTicks(low, high, count) : roundTicks(low, high, count);
   const decimals = decimalsOf(yTicks);
@@ -181,12 +177,7 @@ function axes(spec, plot, width, height) {
   const xTicks = spec.x.ticks ?? roundTicks(spec.x.low, spec.x.high, width / 90);
   const name = { class: "axis-name" };
   return [
-    ...yTicks.map((y) =>
-      svgElement("g.tick",
-        horizontalLine(plot.y(y), plot),
-        svgText(left - 8, plot.y(y), "end", yText(y), { dy: "0.32em" }),
-      ),
-    ),
+    ...yTicks.map((y) => yTick(plot, y, yText(y))),
     ...ticksWithRoom(xTicks, plot.x, 46).map((x) =>
       svgText(plot.x(x), bottom + 18, "middle", spec.x.format(x), { class: "tick" }),
     ),
@@ -195,6 +186,12 @@ function axes(spec, plot, width, height) {
     svgText(0, 9, null, spec.y.label, name),
   ];
 }
+
+export const yTick = (plot, y, text) =>
+  svgElement("g.tick",
+    horizontalLine(plot.y(y), plot),
+    svgText(plot.left - 8, plot.y(y), "end", text, { dy: "0.32em" }),
+  );
 
 function markAcross(mark, plot) {
   const { x, y, bottom, left, right } = plot;

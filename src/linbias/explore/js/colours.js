@@ -49,8 +49,8 @@ export function wantsLightText(shade) {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b < READABLE;
 }
 
-// Calls back when what was painted in `node` may have the wrong colours: once it stands in a page,
-// since it has none before, and when that turns light or dark, by the system or by the switch.
+// Calls back when what was painted in `node` may have the wrong colours: once it stands in a page, since it
+// has none before, and when that turns light or dark, by the system or by the switch.
 export function onNewColours(node, callback) {
   new ResizeObserver(callback).observe(node);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", callback);

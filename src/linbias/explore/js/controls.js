@@ -1,34 +1,30 @@
-// Controls, made of the browser's own inputs, so that keyboards and screen readers know them.
-// Each is { element, set(value), ... } and tells its owner of changes made by hand only.
+// Controls, made of the browser's own inputs, so that keyboards and screen readers know them. Each is an
+// element that draws the value() of its owner, and tells it of changes made by hand.
 
-import { element, setText, uniqueId } from "./dom.js";
+import { element, now, onDraw, setText, uniqueId } from "./dom.js";
 
 // One of a few, as radio buttons in one bar; options [{ value, label }], or the values alone.
-export function choice({ label, options, value, onChange }) {
+export function choice({ label, options, value, onInput }) {
   const name = uniqueId("choice");
   const items = options.map((option) => option.label ? option : { value: option, label: option });
-  const inputs = items.map((item) =>
+  const input = (item) =>
     element("input", {
-      type: "radio", name, value: item.value, checked: item.value === value,
-      on: { change: () => onChange(item.value) },
-    }),
-  );
-  return {
-    element: element("fieldset.control.choice",
-      element("legend.label", label),
-      element("div.options",
-        items.map((item, i) => element("label.option", inputs[i], element("span", item.label))),
-      ),
+      type: "radio", name, value: item.value, checked: () => item.value === value(),
+      on: { change: () => onInput(item.value) },
+    });
+  return element("fieldset.control.choice",
+    element("legend.label", label),
+    element("div.options",
+      items.map((item) => element("label.option", input(item), element("span", item.label))),
     ),
-    set: (to) => inputs.forEach((input, i) => (input.checked = items[i].value === to)),
-  };
+  );
 }
 
-// A slider with a field for the exact number, which its own scale may translate; `parse` may throw
-// an Error, whose message appears beside it while the last good value stays.
+// A slider with a field for the exact number, which its own scale may translate; `parse` may throw an Error,
+// whose message appears beside it while the last good value stays. Label and largest value may be functions.
 export function slider({
   label, min, max, step = 1, value, onInput, toText = String, toValue = (position) => position,
-  toPosition = (number) => number, parse, marks = [],
+  toPosition = (number) => number, parse = (text) => parseWhole(text, min, now(max)), marks = [],
 }) {
   const message = element("p.message", { id: uniqueId("message"), role: "alert" });
   const range = element("input", {
@@ -37,12 +33,11 @@ export function slider({
   });
   const field = element("input.number", {
     type: "text", inputmode: "decimal", autocomplete: "off", spellcheck: "false",
-    "aria-label": `${label}, exact`, "aria-describedby": message.id,
-    on: { input: read, blur: () => field.ariaInvalid === "true" || show(current) },
+    "aria-label": () => `${now(label)}, exact`, "aria-describedby": message.id,
+    on: { input: read, blur: () => field.ariaInvalid === "true" || show() },
   });
-  const name = element("label.label", { for: range.id }, label);
   const shareOf = (mark) => (toPosition(mark.value) - min) / (max - min);
-  let current = value;
+  let current = null;
 
   function read() {
     try {
@@ -55,48 +50,36 @@ export function slider({
 
   function take(number, source) {
     current = number;
-    show(number, source);
+    show(source);
     onInput(number);
   }
 
   // The control that the reader is using keeps what they typed or where they dragged it.
-  function show(number, source = null) {
+  function show(source = null) {
     field.ariaInvalid = null;
     setText(message, "");
-    if (source !== field) field.value = toText(number);
-    if (source !== range) range.value = toPosition(number);
-    range.setAttribute("aria-valuetext", toText(number));
+    if (source !== field) field.value = toText(current);
+    if (source !== range) range.value = toPosition(current);
+    range.setAttribute("aria-valuetext", toText(current));
   }
 
-  show(value);
-  return {
-    element: element("div.control.slider",
-      name,
-      field,
-      element("div.track",
-        range,
-        marks.length > 0 &&
-          element("div.marks", { "aria-hidden": true },
-            marks.map((mark) =>
-              element("span", { style: { "--share": shareOf(mark) } }, mark.label),
-            ),
-          ),
-      ),
-      message,
+  onDraw(() => {
+    if (value() === current) return; // what is being typed stays as it was typed
+    current = value();
+    show();
+  });
+  return element("div.control.slider",
+    element("label.label", { for: range.id }, label),
+    field,
+    element("div.track",
+      range,
+      marks.length > 0 &&
+        element("div.marks", { "aria-hidden": true },
+          marks.map((mark) => element("span", { style: { "--share": shareOf(mark) } }, mark.label)),
+        ),
     ),
-    set(number) {
-      if (number === current) return; // what is being typed stays as it was typed
-      current = number;
-      show(number);
-    },
-    setMax(to) {
-      range.max = to;
-    },
-    setLabel(text) {
-      setText(name, text);
-      field.ariaLabel = `${text}, exact`;
-    },
-  };
+    message,
+  );
 }
 
 // A number within bounds, a fraction such as 1/8 too.
@@ -176,8 +159,8 @@ export function tokensOrNull(text, example) {
   }
 }
 
-// A field that tells the tokens of what is typed, or says what is wrong with it.
-export function textField({ id, label, example, onTokens }) {
+// A field of the tokens value(), which tells those of what is typed, or says what is wrong.
+export function textField({ id, label, example, value, onTokens }) {
   const message = element("p.message", { role: "alert", id: uniqueId("message") });
   const field = element("textarea", {
     id: uniqueId(id), rows: 2, dir: "auto", spellcheck: "false", autocomplete: "off",
@@ -196,6 +179,10 @@ export function textField({ id, label, example, onTokens }) {
     }
   }
 
-  const name = element("label.label", { for: field.id }, label);
-  return { field, element: element("div.control", name, field, message) };
+  onDraw(() => {
+    if (field.getRootNode().activeElement === field) return;
+    field.value = value().join(" ");
+    field.ariaInvalid = null;
+  });
+  return element("div.control", element("label.label", { for: field.id }, label), field, message);
 }

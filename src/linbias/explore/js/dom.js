@@ -1,45 +1,104 @@
-// Elements. Text from users only ever becomes a text node, never markup.
+// Elements, and what is drawn again as a state changes. Text from users only ever becomes a text node, never
+// markup.
 
-// element("p.note", { style: { "--share": 0.5 }, on: { click } }, "words", child); attributes may
-// be missing, and a child that is false, null or empty is left out.
+// element("p.note", { style: { "--share": 0.5 }, on: { click } }, "words", child); attributes may be missing,
+// and a child that is false, null or empty is left out. A function stands for what it gives, an attribute or
+// children, at each draw() of the component in which the element is made.
 export const element = (kind, ...rest) => make((name) => document.createElement(name), kind, rest);
 
 const SVG = "http://www.w3.org/2000/svg";
 
-export const svgElement = (kind, ...rest) =>
-  make((name) => document.createElementNS(SVG, name), kind, rest);
+export const svgElement = (kind, ...rest) => make((name) => document.createElementNS(SVG, name), kind, rest);
 
 function make(create, kind, rest) {
   const [name, ...classes] = kind.split(".");
   const node = create(name);
   if (classes.length > 0) node.setAttribute("class", classes.join(" "));
   if (rest[0]?.constructor === Object) setAll(node, rest.shift());
-  node.append(...rest.flat().filter(Boolean));
+  const fill = () => patch(node, rest.map(now));
+  if (rest.some((child) => typeof child === "function")) onDraw(fill);
+  else fill();
   return node;
 }
+
+export const now = (value) => (typeof value === "function" ? value() : value);
 
 // What several attributes, or properties of style, are from now on.
 export function setAll(node, attributes) {
   for (const [name, value] of Object.entries(attributes)) {
     const isAria = name.startsWith("aria-"); // whose false is a word
-    if (value === null || value === undefined || (value === false && !isAria)) continue;
-    if (name === "on") {
+    if (typeof value === "function") {
+      onDraw(() => setAll(node, { [name]: value() }));
+    } else if (name === "on") {
       for (const event of Object.keys(value)) node.addEventListener(event, value[event]);
     } else if (name === "style") {
-      for (const [property, to] of Object.entries(value)) node.style.setProperty(property, to);
+      for (const [property, to] of Object.entries(value ?? {})) node.style.setProperty(property, to);
     } else if (["value", "checked", "disabled"].includes(name)) {
       node[name] = value;
+      if (name === "checked") node.toggleAttribute(name, value); // by which `become` goes
+    } else if (value === null || value === undefined || (value === false && !isAria)) {
+      node.removeAttribute(name);
     } else {
       node.setAttribute(name, value === true && !isAria ? "" : value);
     }
   }
 }
 
+// Makes the children of a node those that are given. An old one that is like the new one in its place stays,
+// with its listeners, and takes what differs: all else would cost a layout.
+function patch(node, given) {
+  const children = given.flat(2).filter(Boolean);
+  children.forEach((child, i) => {
+    const [old, fresh] = [node.childNodes[i], child instanceof Node ? child : new Text(child)];
+    if (!old) node.append(fresh);
+    else if (old.nodeName !== fresh.nodeName) old.replaceWith(fresh);
+    else if (fresh instanceof Text) setText(old, fresh.data);
+    else if (old !== fresh && !old.isEqualNode(fresh)) become(old, fresh);
+  });
+  while (node.childNodes.length > children.length) node.lastChild.remove();
+}
+
+function become(old, fresh) {
+  const names = [...old.getAttributeNames(), ...fresh.getAttributeNames()];
+  for (const name of names) {
+    const value = fresh.getAttribute(name);
+    if (name === "checked") old.checked = value !== null;
+    if (value === null) old.removeAttribute(name);
+    else if (value !== old.getAttribute(name)) old.setAttribute(name, value);
+  }
+  patch(old, [...fresh.childNodes]);
+}
+
+let draws = null; // what the component that is being made draws again
+
+export const onDraw = (callback) => draws.push(callback);
+
+// What `build` makes; draw() draws what of it is given by functions, and calls what onDraw was given, in the
+// order in which they were made.
+export function component(build) {
+  const [outer, own] = [draws, []];
+  draws = own;
+  const made = build();
+  draws = outer;
+  return { element: made, draw: () => own.forEach((draw) => draw()) };
+}
+
+// Puts the elements that `build` makes into a page, and gives the function that draws them.
+export function mount(root, build) {
+  const made = component(build);
+  root.append(...made.element.filter(Boolean));
+  made.draw();
+  return made.draw;
+}
+
 // A quiet remark, and a section of a view under its title.
 export const note = (...words) => element("p.note", ...words);
 
-export const section = (title, ...children) =>
-  element("section", element("h3", title), ...children);
+export const section = (title, ...children) => element("section", element("h3", title), ...children);
+
+// Words over several lines of code as one line: prose`...`.
+export const prose = (parts, ...values) =>
+  parts.map((part, i) => part.replace(/ *\n */g, " ") + (values[i] ?? "")).join("");
 
 // Writing a text that is there already would still cost the browser a layout.
 export function setText(node, text) {
@@ -58,12 +117,10 @@ export function walked(event, here, last, { down = 1, page = 10 } = {}) {
   return Math.min(Math.max(here + step, 0), last);
 }
 
-// Nodes that are one stop of the tab key, at the chosen one; `state` is "aria-checked" or alike.
-export function rove(nodes, chosen, state) {
-  nodes.forEach((node, i) =>
-    setAll(node, { [state]: i === chosen, tabindex: i === chosen ? 0 : -1 }),
-  );
-}
+// Of one among nodes that are a single stop of the tab key, at the chosen one.
+export const roving = (isChosen, state = "aria-checked") => ({
+  [state]: isChosen, tabindex: () => (isChosen() ? 0 : -1),
+});
 
 let numIds = 0;
 

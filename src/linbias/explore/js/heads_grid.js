@@ -2,7 +2,7 @@
 
 import { onNewColours, paintWeights, ramp } from "./colours.js";
 import { choice } from "./controls.js";
-import { element, rove, setText, walked } from "./dom.js";
+import { component, element, onDraw, roving, walked } from "./dom.js";
 import { headWords, rowOfBias, shrunk, slopeName } from "./model_words.js";
 import { wholePercent } from "./numbers.js";
 import { revealWithin } from "./token_text.js";
@@ -17,92 +17,97 @@ const MEASURES = [
   { value: "within", label: "holds 90%", text: String, of: ({ reach }) => reach.within },
 ];
 
-export function headsGrid({ reading, weights, onSelect }) {
+// The chosen one is state.layer, state.head.
+export function headsGrid({ reading, weights, state, onSelect }) {
   const { num_layers: numLayers, num_heads: numHeads, num_tokens: T, slopes } = reading;
   const side = Math.min(T, MOST_PIXELS);
   const measures = MEASURES.filter(({ of }) => of(reading) !== null);
-  let measure = measures[0];
-  let chosen = { layer: 0, head: 0 };
   const heads = Array.from({ length: numHeads }, (_, head) => head);
-  const cell = (values) => ({
-    values, canvas: element("canvas", { "aria-hidden": true }), number: element("span"),
-  });
-  const cells = Array.from({ length: numLayers }, (_, layer) =>
-    heads.map((head) => cell(weights.small(layer, head, side))),
-  );
-  const buttons = cells.map((row, layer) =>
-    row.map(({ canvas, number }, head) => {
-      const on = { click: () => select(layer, head), keydown: walk };
-      return element("button.head-cell", { role: "radio", on }, canvas, number);
-    }),
-  );
-  const alone = (slopes ? heads : []).map((head) =>
-    cell(shrunk(T, side, (query) => rowOfBias(reading, head, query))),
-  );
+  const pictures = []; // { canvas, values }
+  let measure = measures[0];
+
+  function picture(values) {
+    const canvas = element("canvas", { "aria-hidden": true });
+    pictures.push({ canvas, values });
+    return canvas;
+  }
+
+  function headButton(layer, head) {
+    const number = () => measure.text(measure.of(reading)[layer][head]);
+    const words = headWords(reading, layer, head);
+    const attributes = {
+      role: "radio", ...roving(() => layer === state.layer && head === state.head),
+      "aria-label": () => `${words}: ${measure.label} ${number()}`,
+      on: { click: () => select(layer, head), keydown: walk },
+    };
+    return element("button.head-cell", attributes,
+      picture(weights.small(layer, head, side)), element("span", number),
+    );
+  }
+
+  function aloneCell(head) {
+    const number = () => {
+      const ofBias = reading.alone[measure.value];
+      return ofBias && measure.text(ofBias[head]);
+    };
+    return element("span.head-cell.alone",
+      picture(shrunk(T, side, (query) => rowOfBias(reading, head, query))),
+      element("span", number),
+    );
+  }
+
   const name = (text, kind = "span.head-name") => element(kind, { "aria-hidden": true }, text);
-  const rows = buttons.map((row, l) => [name(`layer ${l}`, "span.head-name.row"), ...row]);
-  const grid = element("div.head-grid", { style: { "--heads": numHeads } },
-    name(slopes ? "slope" : "head"),
-    heads.map((head) => name(slopeName(reading, head) ?? String(head))),
-    rows.flat(),
-    slopes && element("span.head-name.row", "bias alone"),
-    alone.map(({ canvas, number }) => element("span.head-cell.alone", canvas, number)),
-  );
-  const box = element("div.scroll.head-box", { role: "radiogroup", "aria-label": "Heads" }, grid);
-  const control = choice({
-    label: "Below each picture", options: measures, value: measure.value,
-    onChange(value) {
-      measure = measures.find((one) => one.value === value);
-      write();
-    },
+  const made = component(() => {
+    const rows = Array.from({ length: numLayers }, (_, layer) => [
+      name(`layer ${layer}`, "span.head-name.row"),
+      ...heads.map((head) => headButton(layer, head)),
+    ]);
+    const grid = element("div.head-grid", { style: { "--heads": numHeads } },
+      name(slopes ? "slope" : "head"),
+      heads.map((head) => name(slopeName(reading, head) ?? String(head))),
+      rows.flat(),
+      slopes && [element("span.head-name.row", "bias alone"), ...heads.map(aloneCell)],
+    );
+    const control = choice({
+      label: "Below each picture", options: measures, value: () => measure.value,
+      onInput(value) {
+        measure = measures.find((one) => one.value === value);
+        made.draw();
+      },
+    });
+    const radios = { role: "radiogroup", "aria-label": "Heads" };
+    return element("div.heads-of-model",
+      measures.length > 1 && control, element("div.scroll.head-box", radios, grid),
+    );
   });
+  const box = made.element.lastChild;
+  const buttonAt = (layer, head) => box.querySelectorAll("button")[layer * numHeads + head];
 
   function select(layer, head) {
     onSelect(layer, head);
-    buttons[layer][head].focus({ preventScroll: true });
+    buttonAt(layer, head).focus({ preventScroll: true });
   }
 
   // Left and right go from head to head, up and down from layer to layer.
   function walk(event) {
     if (["ArrowUp", "ArrowDown"].includes(event.key)) {
-      select(walked(event, chosen.layer, numLayers - 1), chosen.head);
+      select(walked(event, state.layer, numLayers - 1), state.head);
     } else if (["ArrowLeft", "ArrowRight", "Home", "End"].includes(event.key)) {
-      select(chosen.layer, walked(event, chosen.head, numHeads - 1));
+      select(state.layer, walked(event, state.head, numHeads - 1));
     }
   }
 
   function paint() {
-    const colours = ramp(grid, "--surface", "--accent");
-    for (const { values, canvas } of [...cells.flat(), ...alone]) {
-      paintWeights(canvas, side, values, colours);
-    }
+    const colours = ramp(box, "--surface", "--accent");
+    for (const { canvas, values } of pictures) paintWeights(canvas, side, values, colours);
   }
 
-  function write() {
-    const values = measure.of(reading);
-    cells.forEach((row, layer) =>
-      row.forEach(({ number }, head) => {
-        const text = measure.text(values[layer][head]);
-        setText(number, text);
-        const words = headWords(reading, layer, head);
-        buttons[layer][head].ariaLabel = `${words}: ${measure.label} ${text}`;
-      }),
-    );
-    const ofBias = reading.alone?.[measure.value];
-    alone.forEach(({ number }, head) => setText(number, ofBias ? measure.text(ofBias[head]) : ""));
-  }
-
-  const reveal = () => revealWithin(box, buttons[chosen.layer][chosen.head]);
-
-  onNewColours(grid, paint);
-  new ResizeObserver(reveal).observe(box);
-  write();
-  return {
-    element: element("div.heads-of-model", measures.length > 1 && control.element, box),
-    choose(layer, head) {
-      chosen = { layer, head };
-      rove(buttons.flat(), layer * numHeads + head, "aria-checked");
-      reveal();
-    },
-  };
+  const reveal = () => revealWithin(box, buttonAt(state.layer, state.head));
+  onDraw(made.draw);
+  onDraw(reveal);
+  onNewColours(box, () => {
+    paint();
+    reveal();
+  });
+  return made.element;
 }

@@ -2,6 +2,7 @@
 
 import { attend, sides, VARIANTS, vectors } from "./attention.js";
 import { parseNumber, tokensOrNull } from "./controls.js";
+import { prose } from "./dom.js";
 import { slopeFraction } from "./numbers.js";
 import { oneOf, readSaved, savedText, wholeUpTo } from "./saved.js";
 
@@ -9,37 +10,32 @@ import { oneOf, readSaved, savedText, wholeUpTo } from "./saved.js";
 export const STEPS = [
   {
     id: "sum", label: "Scores plus bias",
-    says:
-      "Every cell of the first matrix gets the bias of its place in the second, which is lower " +
-      "the further a key stands from the query. Softmax makes weights of each row of sums.",
+    says: prose`Every cell of the first matrix gets the bias of its place in the second, which is lower the
+      further a key stands from the query. Softmax makes weights of each row of sums.`,
     state: {},
   },
   {
     id: "plain", label: "Slope 0 is plain attention",
-    says:
-      "With slope 0 the bias is 0 everywhere: the weights follow q \u00b7 k alone, however far " +
-      "apart two words stand. Move the slope up from here.",
+    says: prose`With slope 0 the bias is 0 everywhere: the weights follow q \u00b7 k alone, however far apart
+      two words stand. Move the slope up from here.`,
     state: { left: { 0: 0 } },
   },
   {
     id: "row", label: "One word\u2019s row",
-    says:
-      "The query of \u201con\u201d is all zeros, so all its scores are 0 and the bias alone " +
-      "decides: most weight on itself, less with every step away.",
+    says: prose`The query of \u201con\u201d is all zeros, so all its scores are 0 and the bias alone decides:
+      most weight on itself, less with every step away.`,
     state: { row: 3 },
   },
   {
     id: "future", label: "Hide the future",
-    says:
-      "A language model may not read ahead: keys after the query are hidden (hatched), and each " +
-      "row shares its weight among the words so far.",
+    says: prose`A language model may not read ahead: keys after the query are hidden (hatched), and each row
+      shares its weight among the words so far.`,
     state: { variant: "causal", row: 4 },
   },
   {
     id: "heads", label: "A steep and a flat head",
-    says:
-      "Eight heads with the paper\u2019s slopes, from 1/2 to 1/256. Choose among the small " +
-      "pictures: head 0 sees the nearest words, head 7 nearly all alike.",
+    says: prose`Eight heads with the paper\u2019s slopes, from 1/2 to 1/256. Choose among the small pictures:
+      head 0 sees the nearest words, head 7 nearly all alike.`,
     state: { numHeads: 8, schedule: "paper", variant: "causal", words: 8, row: 7 },
   },
 ];
@@ -61,23 +57,25 @@ export function stateOfStep(id, example) {
   };
 }
 
-// The rules of saved.js for a state that begins as `start`.
-function rulesOf(start, example) {
-  const numHeads = (count) => Number.isInteger(count) && 1 <= count && count <= example.max_heads;
+// The rules of saved.js; all but the step begin as the step has them.
+function rulesOf(example) {
   const always = () => true;
-  return {
+  const upTo = (most) => (value, state) => wholeUpTo(most(state))(value);
+  const rules = {
     step: { start: STEPS[0].id, is: oneOf(STEPS.map(({ id }) => id)), read: String },
-    tokens: {
-      name: "text", start: start.tokens, is: always, read: (text) => tokensOrNull(text, example),
-    },
-    variant: { start: start.variant, is: oneOf(VARIANTS), read: String },
-    schedule: { start: start.schedule, is: oneOf(example.schedules), read: String },
-    numHeads: { name: "heads", start: start.numHeads, is: numHeads },
-    head: { start: start.head, is: (head, state) => wholeUpTo(state.numHeads - 1)(head) },
-    row: { start: start.row, is: (row, state) => wholeUpTo(state.tokens.length - 1)(row) },
-    left: { start: start.left, is: always, read: readSlopes },
-    right: { start: start.right, is: always, read: readSlopes },
+    tokens: { name: "text", is: always, read: (text) => tokensOrNull(text, example) },
+    variant: { is: oneOf(VARIANTS), read: String },
+    schedule: { is: oneOf(example.schedules), read: String },
+    numHeads: { name: "heads", is: (n) => n >= 1 && wholeUpTo(example.max_heads)(n) },
+    head: { is: upTo(({ numHeads }) => numHeads - 1) },
+    row: { is: upTo(({ tokens }) => tokens.length - 1) },
+    left: { is: always, read: readSlopes },
+    right: { is: always, read: readSlopes },
   };
+  for (const [name, rule] of Object.entries(rules)) {
+    rule.start ??= ({ step }) => stateOfStep(step, example)[name];
+  }
+  return rules;
 }
 
 // "0:0.1 2:1/8" as slopes by head, of what is a slope and of a head.
@@ -94,35 +92,29 @@ function readSlopes(text, { numHeads }) {
 }
 
 // State as "head=2&left=0:0.1", only what differs from its step, or from the first.
-export function stateText(state, example) {
-  const start = stateOfStep(state.step ?? STEPS[0].id, example);
-  return savedText({ ...state, step: start.step }, rulesOf(start, example));
-}
+export const stateText = (state, example) =>
+  savedText({ ...state, step: state.step ?? STEPS[0].id }, rulesOf(example));
 
 export function readState(text, example) {
-  const { step } = readSaved(text, rulesOf(stateOfStep(STEPS[0].id, example), example));
-  const start = stateOfStep(step, example);
-  const state = readSaved(text, rulesOf(start, example));
+  const state = readSaved(text, rulesOf(example));
   state.numHeads = evenHeads(state.variant, state.numHeads);
-  state.head = Math.min(state.head, state.numHeads - 1);
   state.row = Math.min(state.row, state.tokens.length - 1);
   // What a step says holds for each of its heads and rows, and for nothing else.
+  const start = stateOfStep(state.step, example);
   const { head, row } = start;
   if (stateText({ ...state, head, row }, example) !== stateText(start, example)) state.step = null;
   return state;
 }
 
 // A directional encoder has as many heads that look left as right.
-export const evenHeads = (variant, count) =>
-  variant === "directional" ? count + (count % 2) : count;
+export const evenHeads = (variant, count) => variant === "directional" ? count + (count % 2) : count;
 
 // The slopes of all heads: the schedule's, where none was set by hand.
 export function slopesOf({ variant, numHeads, schedule, left, right }) {
   const base = sides(variant, numHeads, schedule);
   // What a model would learn is unknown: start with a right side four times as flat.
   if (variant === "asymmetric") base.right = base.left.map((slope) => slope / 4);
-  const apply = (slopes, own) =>
-    slopes.map((slope, h) => (slope === Infinity ? slope : (own[h] ?? slope)));
+  const apply = (slopes, own) => slopes.map((slope, h) => (slope === Infinity ? slope : (own[h] ?? slope)));
   const ownRight = variant === "asymmetric" ? right : left;
   return { left: apply(base.left, left), right: apply(base.right, ownRight) };
 }
@@ -149,13 +141,8 @@ export function headComputer(example) {
       const [left, right] = [slopes.left[h], slopes.right[h]];
       if (head.left === left && head.right === right) return head;
       const { q, k, v } = head;
-      const flats = { left: flat(left), right: flat(right) };
-      const same = flat(head.left) === flats.left && flat(head.right) === flats.right;
-      const without = same && head.without ? head.without : attend({ q, k, v, ...flats });
-      const steps = attend({ q, k, v, left, right });
-      // Of the same numbers the same arrays, so that whoever has drawn them need not do it again.
-      const { raw, scaled } = head.with ?? steps;
-      return { q, k, v, left, right, with: { ...steps, raw, scaled }, without };
+      const without = attend({ q, k, v, left: flat(left), right: flat(right) });
+      return { q, k, v, left, right, with: attend({ q, k, v, left, right }), without };
     });
     return heads;
   };

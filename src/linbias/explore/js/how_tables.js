@@ -1,42 +1,47 @@
 // The tables of the view "How": a query's row, and others in parts that fill while they are open.
 
 import { mean } from "./attention.js";
-import { element, note, setText } from "./dom.js";
+import { component, element, note } from "./dom.js";
 import { openSides } from "./how_state.js";
 import { general, printed, slopeFraction } from "./numbers.js";
 import { dataTable } from "./table.js";
 
+// view() gives { state, heads, slopes }; draw() draws what is open.
 export function howTables(example, view) {
-  const parts = [
-    slopePart(example),
-    tablePart("Outputs", tokenTable("All heads side by side, a row for each query", outputs)),
-    tablePart("Weights as a table", tokenTable("Weights", weightsOfHead)),
-    tablePart("Mean of all heads", tokenTable(MEAN_CAPTION, meanWeights)),
-    tablePart("Inputs", ...["q", "k", "v"].map((role) => tokenTable(role, inputs(role), "token"))),
-    pythonPart(),
-  ];
-  const folds = parts.map(({ title, body }) =>
-    element("details.fold", { on: { toggle: update } },
-      element("summary", element("h3", title)), body,
-    ),
+  // A row for each token: `of(view)` gives a caption, columns, and the texts of a row.
+  const tokenTable = (of, corner = "query") =>
+    dataTable(() => {
+      const { caption, columns, rowOf } = of(view());
+      const { tokens, row } = view().state;
+      const rows = tokens.map((head, t) => ({ head, cells: rowOf(t) }));
+      return { caption, columns, rows, chosen: row };
+    }, corner);
+  const code = () => element("pre.scroll", { tabindex: 0, "aria-label": "Python code" },
+    element("code", () => pythonOf(view())),
   );
-
-  function update() {
-    const current = view();
-    parts.forEach((part, i) => folds[i].open && part.fill(current));
-  }
-
-  return { elements: folds, update };
+  const parts = Object.entries({
+    Slopes: () => slopePart(example, view),
+    Outputs: () => tokenTable(outputs),
+    "Weights as a table": () => tokenTable(weightsOfHead),
+    "Mean of all heads": () => tokenTable(meanWeights),
+    Inputs: () => element("div.traces", ["q", "k", "v"].map((role) => tokenTable(inputs(role), "token"))),
+    "In Python": code,
+  }).map(([title, build]) => {
+    const { element: body, draw } = component(build);
+    const update = () => fold.open && draw();
+    const summary = element("summary", element("h3", title));
+    const fold = element("details.fold", { on: { toggle: update } }, summary, body);
+    return { fold, update };
+  });
+  return {
+    elements: parts.map(({ fold }) => fold), draw: () => parts.forEach(({ update }) => update()),
+  };
 }
 
-function slopePart({ characters }) {
-  const caption = "The bias of a key at distance 10, and how far a weight reaches";
-  const columns = ["slope", "fraction", "bias at distance 10", "character", "weight halves every"];
-  const table = dataTable({ caption, corner: "head" });
+function slopePart({ characters }, view) {
   const last = characters.length - 1;
   const bound = ([least, name], i) => `${name} ${i === last ? "less" : `at least ${least}`}`;
-  const bounds = characters.map(bound).join(", ");
-  const rule = `Characters by what a key at distance 10 loses: ${bounds}`;
+  const rule = `Characters by what a key at distance 10 loses: ${characters.map(bound).join(", ")}`;
 
   function cellsOf(slope) {
     if (slope === 0) return ["0", "", "0", "Global", "never"];
@@ -45,19 +50,21 @@ function slopePart({ characters }) {
     return [general(slope), powerText(slope), `\u2212${general(10 * slope)}`, character, half];
   }
 
-  return {
-    title: "Slopes",
-    body: element("div", table.element, note(`${rule}; without a slope, Global.`)),
-    fill({ state, heads, slopes }) {
-      const oneSided = state.variant === "symmetric" || state.variant === "causal";
-      const rows = heads.flatMap((_, h) =>
-        openSides(state, slopes, h).map(({ side, slope }) => ({
-          head: oneSided ? String(h) : `${h} ${side}`, cells: cellsOf(slope),
-        })),
-      );
-      table.update(columns, rows, rows.length === heads.length ? state.head : -1);
-    },
-  };
+  const table = dataTable(() => {
+    const { state, heads, slopes } = view();
+    const oneSided = state.variant === "symmetric" || state.variant === "causal";
+    const rows = heads.flatMap((_, h) =>
+      openSides(state, slopes, h).map(({ side, slope }) => ({
+        head: oneSided ? String(h) : `${h} ${side}`, cells: cellsOf(slope),
+      })),
+    );
+    return {
+      caption: "The bias of a key at distance 10, and how far a weight reaches",
+      columns: ["slope", "fraction", "bias at distance 10", "character", "weight halves every"],
+      rows, chosen: rows.length === heads.length ? state.head : -1,
+    };
+  }, "head");
+  return element("div", table, note(`${rule}; without a slope, Global.`));
 }
 
 // 1/256 for 2^-8, 2^-0.5 for what is no whole power.
@@ -68,64 +75,37 @@ function powerText(slope) {
   return Number.isInteger(2 * power) ? `2^${power}` : "";
 }
 
-// A row for each token: `of(view)` gives columns, texts of a row, and a caption that changes.
-function tokenTable(caption, of, corner = "query") {
-  const table = dataTable({ caption, corner });
-  return {
-    element: table.element,
-    fill(view) {
-      const { tokens, row } = view.state;
-      const { columns, rowOf, caption: words } = of(view);
-      if (words) table.setCaption(words);
-      table.update(columns, tokens.map((head, t) => ({ head, cells: rowOf(t) })), row);
-    },
-  };
-}
-
-const tablePart = (title, ...tables) => ({
-  title,
-  body: element("div.traces", tables.map((table) => table.element)),
-  fill: (view) => tables.forEach((table) => table.fill(view)),
-});
-
 const rowTexts = (values, t, width) =>
   Array.from(values.slice(t * width, (t + 1) * width), (value) => printed(value));
 
 function outputs({ heads }) {
+  const caption = "All heads side by side, a row for each query";
   const rowOf = (t) => heads.flatMap(({ with: { E, output } }) => rowTexts(output, t, E));
-  return { columns: rowOf(0).map((_, i) => `dim\u2011${i}`), rowOf };
+  return { caption, columns: rowOf(0).map((_, i) => `dim\u2011${i}`), rowOf };
 }
 
-const weightsTable = ({ state: { tokens } }, weights) => ({
-  columns: tokens, rowOf: (t) => rowTexts(weights, t, tokens.length),
+const weightsTable = (caption, { state: { tokens } }, weights) => ({
+  caption, columns: tokens, rowOf: (t) => rowTexts(weights, t, tokens.length),
 });
 
-const weightsOfHead = (view) => ({
-  ...weightsTable(view, view.heads[view.state.head].with.weights),
-  caption: `Weights of head ${view.state.head}`,
-});
+function weightsOfHead(view) {
+  const { head } = view.state;
+  return weightsTable(`Weights of head ${head}`, view, view.heads[head].with.weights);
+}
 
 const MEAN_CAPTION =
   "Only to look at: a layer does not average its heads, it puts their outputs side by side";
 
 const meanWeights = (view) =>
-  weightsTable(view, mean(view.heads.map((head) => head.with.weights)));
+  weightsTable(MEAN_CAPTION, view, mean(view.heads.map((head) => head.with.weights)));
 
 const inputs = (role) => ({ heads }) => ({
+  caption: role,
   columns: heads.flatMap((head, h) => head[role][0].map((_, i) => `head ${h}, ${i}`)),
   rowOf: (t) => heads.flatMap((head) => head[role][t].map(signedGeneral)),
 });
 
 export const signedGeneral = (x) => general(x).replace("-", "\u2212");
-
-function pythonPart() {
-  const code = element("code");
-  return {
-    title: "In Python",
-    body: element("pre.scroll", { tabindex: 0, "aria-label": "Python code" }, code),
-    fill: (view) => setText(code, pythonOf(view)),
-  };
-}
 
 // The same numbers in Python.
 export function pythonOf({ state, slopes }) {
@@ -143,8 +123,8 @@ trace = ${explained}
 print(trace.table(query=${state.row}, head=${state.head}, tokens=tokens))`;
 }
 
-// One query's row, key by key: its scores, the bias, their sum, and the weights as numbers and
-// bars. The thin bar is the weight that the key would have without a bias.
+// One query's row, key by key: its scores, the bias, their sum, and the weights as numbers and bars. The thin
+// bar is the weight that the key would have without a bias.
 
 const ROW_COLUMNS = [
   { head: "q \u00b7 k", name: "raw", kind: ".more" },
@@ -156,50 +136,34 @@ const ROW_COLUMNS = [
 ];
 const asWidth = (share) => `${(100 * share).toFixed(1)}%`;
 
-// rowTable() -> { element, update({ caption, tokens, hidden, raw, scaled, bias, scores, weights,
-// without }) }, arrays over keys.
-export function rowTable() {
-  const body = element("tbody");
-  const caption = element("caption.unseen");
+// of() gives { caption, tokens, hidden, raw, scaled, bias, scores, weights, without }, arrays over keys.
+export function rowTable(of) {
   const heading = ({ head, kind }) => element(`th${kind}`, { scope: "col" }, head);
   const headings = [{ head: "key", kind: "" }, ...ROW_COLUMNS].map(heading);
-  const heads = element("tr", headings, element("td"));
   const region = { tabindex: 0, role: "region", "aria-label": "The chosen query\u2019s row" };
-  let shape = "";
 
-  function build(tokens) {
-    body.replaceChildren(
-      ...tokens.map((token, s) =>
-        element("tr",
-          element("th", { scope: "row", title: token },
-            element("i", String(s)), element("bdi", token),
-          ),
-          ROW_COLUMNS.map(({ kind }) => element(`td${kind}`)),
-          element("td.track", { "aria-hidden": true }),
-        ),
-      ),
-    );
+  function rows() {
+    const { tokens, hidden, ...values } = of();
+    const { weights, without } = values;
+    const largest = Math.max(...weights, ...without);
+    return tokens.map((token, s) => {
+      const [thick, thin] = [weights, without].map((all) => asWidth(all[s] / largest));
+      const name = [element("i", String(s)), element("bdi", token)];
+      return element(hidden[s] ? "tr.unread" : "tr",
+        element("th", { scope: "row", title: token }, name),
+        ROW_COLUMNS.map((column) => element(`td${column.kind}`, printed(values[column.name][s]))),
+        element("td.track", {
+          "aria-hidden": true, style: { "background-size": `${thick} 0.7rem, ${thin} 2px` },
+        }),
+      );
+    });
   }
 
-  return {
-    element: element("div.scroll.row-box", region,
-      element("table.row-table", caption, element("thead", heads), body),
+  return element("div.scroll.row-box", region,
+    element("table.row-table",
+      element("caption.unseen", () => of().caption),
+      element("thead", element("tr", headings, element("td"))),
+      element("tbody", rows),
     ),
-    update({ caption: words, tokens, hidden, ...values }) {
-      const wanted = JSON.stringify(tokens);
-      if (wanted !== shape) build(tokens);
-      shape = wanted;
-      setText(caption, words);
-      const { weights, without } = values;
-      const largest = Math.max(...weights, ...without);
-      [...body.children].forEach((row, s) => {
-        const [thick, thin] = [weights, without].map((of) => asWidth(of[s] / largest));
-        row.classList.toggle("unread", hidden[s]);
-        ROW_COLUMNS.forEach(({ name }, i) =>
-          setText(row.children[i + 1], printed(values[name][s])),
-        );
-        row.lastChild.style.backgroundSize = `${thick} 0.7rem, ${thin} 2px`;
-      });
-    },
-  };
+  );
 }

@@ -2,32 +2,25 @@
 
 import { lineChart } from "./chart.js";
 import { choice } from "./controls.js";
-import { element, note, section } from "./dom.js";
+import { component, element, mount, note, prose, section } from "./dom.js";
 import { grouped, signedPercent } from "./numbers.js";
 import { dataTable } from "./table.js";
 
 export function mountLengths(root, { methods, results: { runs } }) {
+  const switchedOff = new Set();
+  const [lengths, reads] = [element("div"), element("div")];
   let run = runs[0];
   let group = run.groups[0];
   let read = "lengths";
-  const switchedOff = new Set();
-  const byLength = lineChart({ switchedOff, onSwitch: draw });
-  const byPosition = lineChart({ switchedOff, onSwitch: draw });
-  const table = dataTable({ caption: "Bits per byte", corner: "method" });
-  const lede = element("p.lede");
-  const facts = element("dl.facts");
-  const [said, measured] = [element("div.said"), element("div.measured")];
-  const [names, lengths, reads] = ["div", "div", "div"].map((kind) => element(kind));
-  const [how, seeds, scored] = [note(), note(), note()];
 
   // A choice among pairs of value and label, where there is more than one; `take` sets the value.
-  function offer(box, label, options, value, take) {
-    const onChange = (to) => {
+  function offer(label, options, value, take) {
+    const onInput = (to) => {
       take(to);
       draw();
     };
-    const control = choice({ label, value, onChange, options: options.map(labelled) });
-    box.replaceChildren(...(options.length > 1 ? [control.element] : []));
+    const items = options.map(([own, words]) => ({ value: own, label: words }));
+    return options.length > 1 && drawn(() => choice({ label, value: () => value, onInput, options: items }));
   }
 
   // What a run gives to choose from. Runs of the command measure segments alone.
@@ -35,105 +28,100 @@ export function mountLengths(root, { methods, results: { runs } }) {
     run = next;
     group = run.groups[0];
     const trained = run.groups.map((one) => [one.train_length, grouped(one.train_length)]);
-    offer(lengths, "Trained on, tokens", trained, group.train_length, (length) => {
-      group = run.groups.find((one) => one.train_length === length);
-    });
     const ways = Object.keys(WAYS).filter((way) => group.lines.every((line) => line[way]));
     if (!ways.includes(read)) read = "lengths";
     const says = ways.map((way) => [way, WAYS[way].label]);
-    offer(reads, "Read the text", says, read, (way) => (read = way));
+    const takeLength = (length) => {
+      group = run.groups.find((one) => one.train_length === length);
+    };
+    lengths.replaceChildren(offer("Trained on, tokens", trained, group.train_length, takeLength) || "");
+    reads.replaceChildren(offer("Read the text", says, read, (way) => (read = way)) || "");
   }
 
-  root.append(
-    element("h2", "Train short, test long"),
-    lede,
-    said,
-    element("div.abreast", runs.length > 1 && names, lengths),
-    section("Loss by test length", how, reads, byLength.element, table.element, seeds),
-    section("Loss by position",
-      note(
-        "The loss by the number of tokens that a prediction can read. On the left there is " +
-          "little context yet; right of the dashed line there is more than the model was ever " +
-          "trained on.",
-      ),
-      byPosition.element,
-    ),
-    measured,
-    element("details", { open: Boolean(run.findings) },
-      element("summary", "How this was made"), scored, facts,
-    ),
-  );
-
-  function draw() {
-    const [trained, longest] = [group.train_length, group.test_lengths.at(-1)].map(grouped);
-    lede.textContent =
-      "Language models that differ only in how they represent the order of tokens, trained on " +
-      `${trained} tokens at a time and tested on up to ${longest}.`;
-    how.textContent = WAYS[read].says;
-    byLength.update(lengthChart(group, methods, read));
-    byPosition.update(positionChart(group, methods));
-    table.setCaption(`Bits per byte, trained on ${trained} tokens, tested on`);
-    table.update(
-      [...group.test_lengths.map(grouped), "change"],
-      group.lines.map((line) => tableRow(line, group, methods, read)),
-    );
-    seeds.textContent = seedsInWords(run);
-    drawFindings();
-    const fact = ([name, value]) => [element("dt", name), element("dd", value)];
-    facts.replaceChildren(...Object.entries(run.made).flatMap(fact));
-  }
+  const trainedOn = () => grouped(group.train_length);
+  const chart = (specOf) => lineChart(specOf, { switchedOff, onSwitch: () => draw() });
+  const losses = () => ({
+    caption: `Bits per byte, trained on ${trainedOn()} tokens, tested on`,
+    columns: [...group.test_lengths.map(grouped), "change"],
+    rows: group.lines.map((line) => tableRow(line, group, methods, read)),
+  });
+  const fact = ([name, value]) => [element("dt", name), element("dd", value)];
 
   // What the run of the README does not have.
-  function drawFindings() {
-    const { scope, findings, cautions = [], cost } = run;
-    const { validation, continuations } = group;
-    const parts = [
+  function said() {
+    const { scope, findings, cautions = [] } = run;
+    return [
       findings && scope && note(scope), findings && sentences(findings, methods),
-      ...cautions.map((text) => note(text)),
+      cautions.map((text) => note(text)),
     ];
-    said.replaceChildren(...parts.filter(Boolean));
-    scored.textContent = run.scored ?? "";
-    const tables = [
+  }
+
+  function measured() {
+    const { validation, continuations } = group;
+    return [
       validation &&
         section("The last validation while training",
           finishedTable(validation, methods), sentences(continuations, methods),
         ),
-      cost && section("What training cost", finishedTable(cost, methods)),
+      run.cost && section("What training cost", finishedTable(run.cost, methods)),
     ];
-    measured.replaceChildren(...tables.filter(Boolean));
   }
 
-  offer(names, "Run", runs.map((one, i) => [i, one.name]), 0, (number) => open(runs[number]));
   open(run);
-  draw();
+  const draw = mount(root, () => [
+    element("h2", "Train short, test long"),
+    element("p.lede", () => prose`Language models that differ only in how they represent the order of tokens,
+      trained on ${trainedOn()} tokens at a time and tested on up to ${grouped(group.test_lengths.at(-1))}.`),
+    element("div.said", said),
+    element("div.abreast",
+      runs.length > 1 && element("div",
+        offer("Run", runs.map((one, i) => [i, one.name]), 0, (number) => open(runs[number])),
+      ),
+      lengths,
+    ),
+    section("Loss by test length",
+      note(() => WAYS[read].says), reads, chart(() => lengthChart(group, methods, read)),
+      dataTable(losses, "method"), note(() => seedsInWords(run)),
+    ),
+    section("Loss by position",
+      note(prose`The loss by the number of tokens that a prediction can read. On the left there is little
+        context yet; right of the dashed line there is more than the model was ever trained on.`),
+      chart(() => positionChart(group, methods)),
+    ),
+    element("div.measured", measured),
+    element("details", { open: Boolean(run.findings) },
+      element("summary", "How this was made"), note(() => run.scored),
+      element("dl.facts", () => Object.entries(run.made).map(fact)),
+    ),
+  ]);
 }
 
-const labelled = ([value, label]) => ({ value, label });
+// What `build` makes, drawn once.
+function drawn(build) {
+  const made = component(build);
+  made.draw();
+  return made.element;
+}
 
 const WAYS = {
   lengths: {
     label: "in segments",
-    says:
-      "The same text in ever longer segments. A model that makes use of more context gets " +
-      "better to the right; one that meets positions it was not trained on gets worse; a " +
-      "learned table has no row for them at all.",
+    says: prose`The same text in ever longer segments. A model that makes use of more context gets better to
+      the right; one that meets positions it was not trained on gets worse; a learned table has no row for
+      them at all.`,
   },
   sliding: {
     label: "with a sliding window",
-    says:
-      "Every prediction reads about as many tokens as the window has, so that none stands at " +
-      "the beginning of a segment. What is gained to the right is the use of more context, and " +
-      "nothing else.",
+    says: prose`Every prediction reads about as many tokens as the window has, so that none stands at the
+      beginning of a segment. What is gained to the right is the use of more context, and nothing else.`,
   },
 };
 
 function seedsInWords({ num_seeds: numSeeds, findings }) {
   if (numSeeds > 1) return `Lines are means of up to ${numSeeds} seeds, bands their range.`;
   if (findings) return ""; // they say it
-  return (
-    "One model of each kind was trained (one seed): another seed gives other numbers, and small " +
-    "differences may turn round."
-  );
+  return prose`One model of each kind was trained (one seed): another seed gives other numbers, and small
+    differences may turn round.`;
 }
 
 function sentences(list, methods) {
@@ -147,15 +135,11 @@ function sentences(list, methods) {
 }
 
 // A table that Python made; a cell is null where the method has no rows for its length.
-function finishedTable({ caption, note: remark, heads, rows }, methods) {
-  const title = remark ? `${caption} (${remark})` : caption;
-  const table = dataTable({ caption: title, corner: "method" });
+function finishedTable({ caption: title, note: remark, heads, rows }, methods) {
+  const caption = remark ? `${title} (${remark})` : title;
   const cellText = (cell) => (cell === null ? "no rows" : signed(cell));
-  const lines = rows.map(({ method, cells }) => ({
-    head: methods[method].label, cells: cells.map(cellText),
-  }));
-  table.update(heads, lines);
-  return table.element;
+  const rowOf = ({ method, cells }) => ({ head: methods[method].label, cells: cells.map(cellText) });
+  return drawn(() => dataTable(() => ({ caption, columns: heads, rows: rows.map(rowOf) }), "method"));
 }
 
 const signed = (text) => text.replace(/(?<!\w)-(?=\d)/g, "\u2212");

@@ -1,14 +1,13 @@
 // The weights of a trained model, what they say of heads and rows, and the view's sentences.
 
+import { prose } from "./dom.js";
 import { fixed, grouped, slopeFraction, wholePercent } from "./numbers.js";
 
-// Weights of 16 bits, row after row, as linbias.explore.reading packs them. Keys that a causal
-// query does not see are absent from its row, and -Infinity in the matrix.
+// Weights of 16 bits, row after row, as linbias.explore.reading packs them. Keys that a causal query does not
+// see are absent from its row, and -Infinity in the matrix.
 export function unpackWeights({ weights, num_tokens: T, num_heads: numHeads, causal }) {
   const bytes = Uint8Array.from(atob(weights), (letter) => letter.charCodeAt(0));
-  const packed = Uint16Array.from({ length: bytes.length / 2 }, (_, i) =>
-    bytes[2 * i] + 256 * bytes[2 * i + 1],
-  );
+  const packed = new Uint16Array(bytes.buffer);
   const startOf = (query) => (causal ? (query * (query + 1)) / 2 : query * T);
 
   function integers(layer, head, query) {
@@ -90,35 +89,30 @@ export function openingHead({ departure, reach }) {
   return all.reduce((best, one) => (one.value > best.value ? one : best));
 }
 
+// The name of that head, and what is said of it.
 export function openingWords(reading) {
   const { layer, head, value } = openingHead(reading);
-  const slope = slopeName(reading, head);
-  const name = `Layer ${layer}, head ${head}${slope === null ? "" : ` (slope ${slope})`}`;
+  const name = headWords(reading, layer, head).replace(/, (slope .*)/, " ($1)");
   const tokens = reading.reach.mean[layer][head].toFixed(1);
   const back = `${tokens} tokens ${reading.causal ? "back" : "away"} on average`;
   if (reading.departure === null) {
-    return { name, rest: ` looks farthest: ${back}. There is no bias to compare it with.` };
+    return [name, ` looks farthest: ${back}. There is no bias to compare it with.`];
   }
   const alone = reading.alone.mean[head].toFixed(1);
   const departures = reading.departure.flat();
   const mean = departures.reduce((a, b) => a + b, 0) / departures.length;
-  return {
-    name,
-    rest:
-      ` departs most from its bias: ${wholePercent(value)} of its weight lies elsewhere than ` +
-      `the bias alone would put it. It looks ${back}, by its bias alone it would look ` +
-      `${alone}. All heads depart by ${wholePercent(mean)} on average.`,
-  };
+  const rest = prose` departs most from its bias: ${wholePercent(value)} of its weight lies elsewhere than the
+    bias alone would put it. It looks ${back}, by its bias alone it would look ${alone}. All heads depart by
+    ${wholePercent(mean)} on average.`;
+  return [name, rest];
 }
 
 export function storyOfRow(row, query, names, causal) {
   const { mean, within } = reachOfRow(row, query);
   const most = row.reduce((best, weight, s) => (weight > row[best] ? s : best), 0);
   const on = most === query ? "itself" : `${names[most]} (${placeOf(most, query)})`;
-  return (
-    `Token ${names[query]} looks ${mean.toFixed(1)} tokens ${causal ? "back" : "away"} on ` +
-    `average; 90% of its weight lies within ${within}. Most is on ${on}: ${fixed(row[most])}.`
-  );
+  return prose`Token ${names[query]} looks ${mean.toFixed(1)} tokens ${causal ? "back" : "away"} on average;
+    90% of its weight lies within ${within}. Most is on ${on}: ${fixed(row[most])}.`;
 }
 
 export function placeOf(key, query) {

@@ -1,6 +1,6 @@
-// Attention near to far for one query, linbias/near_to_far.py restated: it reads blocks of keys
-// from the nearest outwards and leaves a side as soon as a bound proves that all keys beyond hold
-// at most `tolerance` of its probability. The bound also says how exactly to compute a block.
+// Attention near to far for one query, linbias/near_to_far.py restated: it reads blocks of keys from the
+// nearest outwards and leaves a side as soon as a bound proves that all keys beyond hold at most `tolerance`
+// of its probability. The bound also says how exactly to compute a block.
 
 export const LEFT = 0;
 export const RIGHT = 1;
@@ -14,8 +14,8 @@ function scramble(x) {
   return (x ^ (x >>> 16)) >>> 0;
 }
 
-// Numbers of mean 0 and variance 1 of an independent stream from an index on: the bytes of a hash
-// added up are nearly normal.
+// Numbers of mean 0 and variance 1 of an independent stream from an index on: the bytes of a hash added up
+// are nearly normal.
 export function normals(stream, count, from = 0) {
   const start = Math.imul(stream + 1, 0x9e3779b9) + from;
   return Float64Array.from({ length: count }, (_, i) => {
@@ -26,8 +26,7 @@ export function normals(stream, count, from = 0) {
 }
 
 // The log of at least the sum of exp(-slope * i) over i below numKeys.
-const logGeometric = (slope, numKeys) =>
-  Math.min(Math.log(numKeys), -Math.log(-Math.expm1(-slope)));
+const logGeometric = (slope, numKeys) => Math.min(Math.log(numKeys), -Math.log(-Math.expm1(-slope)));
 
 // How far a head can matter, from its slope and the largest norms of a query and its keys alone.
 export function windowOf(slope, { qNorm, kNorm, numKeys }, tolerance) {
@@ -35,8 +34,8 @@ export function windowOf(slope, { qNorm, kNorm, numKeys }, tolerance) {
   return Math.max(nats / slope, 0);
 }
 
-// What of one query, [size] and scaled, does not depend on slopes: scores without bias, and for
-// both sides what none from key s outwards exceeds, by the mean key c:
+// What of one query, [size] and scaled, does not depend on slopes: scores without bias, and for both sides
+// what none from key s outwards exceeds, by the mean key c:
 //   q . k = q . c + q . (k - c) <= q . c + |q| |k - c|
 export function prepareQuery({ query, keys, position }) {
   const size = query.length;
@@ -80,15 +79,14 @@ function* blocksOutwards(position, numKeys, size) {
   }
 }
 
-// In one term, and in two: what a score is off by at most, as a share of |q| |k|, and the largest
-// score that is computed so.
+// In one term, and in two: what a score is off by at most, as a share of |q| |k|, and the largest score that
+// is computed so.
 const ERROR_IN_TERMS = { 1: 2 ** -7, 2: 2 ** -15 }, LARGEST_IN_TERMS = { 1: 2 ** 5, 2: 2 ** 12 };
 
-// One query near to far; an infinite slope hides its side. Gives the keys read, first .. end - 1;
-// for each block the bound on it and all beyond (log), how many bfloat16 terms of each number
-// suffice (0: not read) and the share that is there; the `shares` that blocks of 0, 1 and 2 terms
-// may hold on a side; why each side ended; the weights and their sums `before` (keys 0 .. s) and
-// `after`; and what was never read.
+// One query near to far; an infinite slope hides its side. Gives the keys read, first .. end - 1; for each
+// block the bound on it and all beyond (log), how many bfloat16 terms of each number suffice (0: not read)
+// and the share that is there; the `shares` that blocks of 0, 1 and 2 terms may hold on a side; why each side
+// ended; the weights and their sums `before` (keys 0 .. s) and `after`; and what was never read.
 export function visit(prepared, { slopes, tolerance, block }) {
   const { position, numKeys, dots, largest, qNorm, norms } = prepared;
   const scores = dots.map((dot, s) => {

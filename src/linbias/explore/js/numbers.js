@@ -19,8 +19,8 @@ export function general(x) {
 
 const signOf = (x) => (x < 0 || Object.is(x, -0) ? "-" : "");
 
-// JavaScript rounds a number that lies exactly between two others away from zero, Python to the
-// even digit. Such numbers are the odd multiples of 2^-(digits + 1).
+// JavaScript rounds a number that lies exactly between two others away from zero, Python to the even digit.
+// Such numbers are the odd multiples of 2^-(digits + 1).
 const isTie = (size, digits) => (size * 2 ** (digits + 1)) % 2 === 1;
 
 function toEven(text, tie) {
@@ -105,8 +105,8 @@ export function ticksWithRoom(ticks, place, room) {
   }, []);
 }
 
-// Middles for labels of these sizes between `from` and `to`, in the order of their wishes and as
-// near to them as may be: labels that would touch share the mean of what they want.
+// Middles for labels of these sizes between `from` and `to`, in the order of their wishes and as near to them
+// as may be: labels that would touch share the mean of what they want.
 export function spread(wanted, sizes, from, to) {
   const order = wanted.map((_, i) => i).sort((a, b) => wanted[a] - wanted[b]);
   const groups = [];

@@ -1,7 +1,7 @@
 // The page: tabs, a link to what is shown, the choice of light or dark, and a view for each tab.
 
 import { choice, copyButton } from "./controls.js";
-import { element, rove, setAll, uniqueId } from "./dom.js";
+import { component, element, roving, uniqueId } from "./dom.js";
 import { mountHow } from "./how_view.js";
 import { mountLengths } from "./lengths_view.js";
 import { mountModel } from "./model_view.js";
@@ -21,16 +21,48 @@ const VIEWS = [
 
 const THEMES = ["auto", "light", "dark"];
 
-// Builds the page in `root`; views are made when they are first looked at. `memory` keeps what is
-// shown as a text such as "view=how&head=1", and may have the link() that brings it back; `themes`
-// keeps the reader's choice of light or dark likewise.
+// Builds the page in `root`; views are made when they are first looked at. `memory` keeps what is shown as a
+// text such as "view=how&head=1", and may have the link() that brings it back; `themes` keeps the reader's
+// choice of light or dark likewise.
 export function startPage(root, data, memory, themes) {
-  const views = VIEWS.filter(({ needs }) => data[needs]).map((view) => {
-    const attributes = { id: uniqueId(view.id), hidden: true };
-    return { ...view, panel: element(`section.view.view-${view.id}`, attributes) };
-  });
+  const views = VIEWS.filter(({ needs }) => data[needs]).map((view) => ({ ...view }));
   const home = views.find(({ id }) => id === data.start) ?? views[0];
   let current = home;
+  let theme = "auto";
+
+  const page = component(() => {
+    for (const view of views) {
+      const [tab, panel] = [uniqueId("tab"), uniqueId(view.id)];
+      const isShown = () => view === current;
+      view.tab = element("button",
+        {
+          role: "tab", id: tab, "aria-controls": panel, ...roving(isShown, "aria-selected"),
+          on: { click: () => choose(view), keydown: walk },
+        },
+        view.label,
+      );
+      view.panel = element(`section.view.view-${view.id}`, {
+        role: "tabpanel", id: panel, "aria-labelledby": tab, hidden: () => !isShown(),
+      });
+    }
+    const bar = { role: "tablist", "aria-label": "Views" };
+    const themeChoice = choice({
+      label: "Theme", options: THEMES, value: () => theme,
+      onInput(to) {
+        setTheme(to);
+        themes.write(to);
+      },
+    });
+    themeChoice.classList.add("theme");
+    return [
+      element("header.top",
+        element("h1", "linbias"),
+        element("div.tabs", bar, views.map(({ tab }) => tab)),
+        element("div.tools", memory.link && copyButton("link", memory.link), themeChoice),
+      ),
+      element("main", views.map(({ panel }) => panel)),
+    ];
+  });
 
   function show(view) {
     current = view;
@@ -41,7 +73,7 @@ export function startPage(root, data, memory, themes) {
       };
       view.mount(view.panel, data, { read: () => view.text, write }, go);
     }
-    bar.show(view);
+    page.draw();
   }
 
   function choose(view) {
@@ -50,10 +82,18 @@ export function startPage(root, data, memory, themes) {
   }
 
   function go(id) {
-    const view = views.find((one) => one.id === id);
-    choose(view);
+    choose(views.find((one) => one.id === id));
     root.scrollIntoView();
-    bar.focus(view);
+    current.tab.focus();
+  }
+
+  function walk(event) {
+    const [here, last] = [views.indexOf(current), views.length - 1];
+    const to = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    choose(views.at(to % views.length)); // -1: the last one
+    current.tab.focus();
   }
 
   function remember() {
@@ -74,76 +114,19 @@ export function startPage(root, data, memory, themes) {
     show(first);
   }
 
-  const bar = tabs(views, choose);
-  root.append(
-    element("header.top",
-      element("h1", "linbias"),
-      bar.element,
-      element("div.tools",
-        memory.link && copyButton("link", memory.link), themeChoice(root, themes),
-      ),
-    ),
-    element("main", views.map((view) => view.panel)),
-  );
-  start();
-  memory.watch(start);
-}
-
-function themeChoice(root, themes) {
-  const control = choice({
-    label: "Theme", options: THEMES, value: "auto",
-    onChange(theme) {
-      show(theme);
-      themes.write(theme);
-    },
-  });
-  control.element.classList.add("theme");
-
-  function show(theme) {
+  function setTheme(to) {
+    theme = to;
     if (theme === "auto") delete root.dataset.theme;
     else root.dataset.theme = theme;
     document.dispatchEvent(new Event("linbias-theme"));
+    page.draw();
   }
 
-  function follow(theme) {
-    if (!THEMES.includes(theme)) return;
-    show(theme);
-    control.set(theme);
-  }
+  const follow = (to) => THEMES.includes(to) && setTheme(to);
 
+  root.append(...page.element);
   follow(themes.read());
   themes.watch(follow);
-  return control.element;
-}
-
-// Tabs that arrow keys, Home and End walk; onChange(view) is asked to show another one.
-function tabs(views, onChange) {
-  const buttons = views.map((view) =>
-    element("button", {
-      role: "tab", id: uniqueId("tab"), "aria-controls": view.panel.id,
-      on: { click: () => onChange(view), keydown: (event) => walk(event, views.indexOf(view)) },
-    }, view.label),
-  );
-  views.forEach(({ panel }, i) => {
-    setAll(panel, { role: "tabpanel", "aria-labelledby": buttons[i].id });
-  });
-
-  function walk(event, here) {
-    const last = views.length - 1;
-    const to = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: last }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    const next = (to + views.length) % views.length;
-    onChange(views[next]);
-    buttons[next].focus();
-  }
-
-  return {
-    element: element("div.tabs", { role: "tablist", "aria-label": "Views" }, buttons),
-    show(view) {
-      rove(buttons, views.indexOf(view), "aria-selected");
-      for (const one of views) one.panel.hidden = one !== view;
-    },
-    focus: (view) => buttons[views.indexOf(view)].focus(),
-  };
+  start();
+  memory.watch(start);
 }

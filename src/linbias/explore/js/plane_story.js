@@ -1,8 +1,8 @@
-// Order that is not counted, in the plane: points, one of which looks at all others, and token 0,
-// a global one that stands nowhere. All are alike, so that distance alone decides.
+// Order that is not counted, in the plane: points, one of which looks at all others, and token 0, a global
+// one that stands nowhere. All are alike, so that distance alone decides.
 
 import { choice, copyButton } from "./controls.js";
-import { element, rove, setAll, setText, svgElement, uniqueId } from "./dom.js";
+import { component, element, onDraw, prose, roving, svgElement, uniqueId } from "./dom.js";
 import { printed } from "./numbers.js";
 import { inkShares, slopeOfStory } from "./slope_story.js";
 
@@ -27,52 +27,105 @@ function distancesFrom(query, metric) {
   return [0, ...POINTS.map((point) => length(point[0] - x, point[1] - y))];
 }
 
-export function planeStory({ onChange }) {
-  let shown = null;
+// The plane of state.planeSlope, metric and query.
+export function planeStory({ state, change, bind }) {
   let pointed = null; // the token under the pointer
-  const slider = slopeOfStory({
-    ends: ["0: all alike", "1: the nearest points"], onInput: (slope) => onChange({ slope }),
-  });
-  const metrics = choice({
-    label: "Distance", options: METRICS, value: METRICS[0],
-    onChange: (metric) => onChange({ metric }),
-  });
-  const dots = DRAWN.map(([x, y], i) => {
-    const attributes = { role: "radio", on: { keydown: (event) => walk(event, i) } };
-    if (i > 0) return svgElement("circle.dot", { ...attributes, cx: x, cy: y, r: DOT });
+  let query = 0; // that one, or else the chosen one
+  let away = [];
+  let weights = [];
+  let ink = [];
+
+  function weigh() {
+    query = pointed ?? state.query;
+    away = distancesFrom(query, state.metric);
+    const parts = away.map((d) => Math.exp(-state.planeSlope * d));
+    const sum = parts.reduce((a, b) => a + b, 0);
+    weights = parts.map((part) => part / sum);
+    ink = inkShares(weights);
+  }
+
+  function dot([x, y], i) {
+    const name = i === 0 ? "global token" : `point ${i}`;
+    const attributes = {
+      role: "radio", ...roving(() => i === state.query),
+      class: () => (i === query ? "dot looks" : "dot"), style: () => ({ "--ink-share": ink[i] }),
+      "aria-label": () => `${name}: ${printed(weights[i])}`,
+      on: { keydown: (event) => walk(event, i) },
+    };
+    if (i > 0) return svgElement("circle", { ...attributes, cx: x, cy: y, r: DOT });
     const square = { x: x - DOT, y: y - DOT, width: 2 * DOT, height: 2 * DOT, rx: 0.15 };
-    return svgElement("rect.dot", { ...attributes, ...square });
-  });
-  const rings = Array.from({ length: RINGS }, () => svgElement("path.ring"));
-  const clip = uniqueId("disc");
-  const disc = { r: EDGE - 0.05 };
-  const listeners = {
-    pointermove: (event) => point(nearestTo(event)), pointerleave: () => point(null),
-    click: (event) => onChange({ query: nearestTo(event) }),
-  };
-  const drawing = svgElement(
-    "svg.plane",
-    {
+    return svgElement("rect", { ...attributes, ...square });
+  }
+
+  function ring(_, i) {
+    const d = () => {
+      const radius = ((i + 1) * Math.LN2) / state.planeSlope;
+      const isDrawn = query > 0 && state.planeSlope > 0;
+      return isDrawn ? ringAround(...DRAWN[query], radius, state.metric) : "";
+    };
+    return svgElement("path.ring", { d });
+  }
+
+  function says() {
+    const own = printed(weights[query]);
+    if (query === 0) {
+      return `The global token stands nowhere: all points are alike to it, and get ${own} each.`;
+    }
+    const next = nearest(away.map((d, i) => (i === query || i === 0 ? Infinity : d)));
+    const lines =
+      state.planeSlope === 0
+        ? "At slope 0 all are alike."
+        : "From each line to the next weights halve.";
+    return prose`Point ${query} gives ${own} to itself, as much to the global token, which stands nowhere, and
+      ${printed(weights[next])} to the nearest point, ${printed(away[next], 2)} away. ${lines}`;
+  }
+
+  function plane() {
+    const clip = uniqueId("disc");
+    const disc = { r: EDGE - 0.05 };
+    const listeners = {
+      pointermove: (event) => point(nearestTo(event)), pointerleave: () => point(null),
+      click: (event) => change({ query: nearestTo(event) }),
+    };
+    const attributes = {
       viewBox: `${-EDGE} ${-EDGE} ${2 * EDGE} ${2 * EDGE}`, role: "radiogroup",
       "aria-label": "Token that looks", on: listeners,
-    },
-    svgElement("clipPath", { id: clip }, svgElement("circle", disc)),
-    svgElement("circle.disc", disc),
-    svgElement("g", { "clip-path": `url(#${clip})` }, rings),
-    dots,
-  );
-  const says = element("p.ink-says");
-
-  function nearestTo({ clientX, clientY }) {
-    const { left, top, width, height } = drawing.getBoundingClientRect();
-    const x = ((clientX - left) / width - 0.5) * 2 * EDGE;
-    const y = ((clientY - top) / height - 0.5) * 2 * EDGE;
-    return nearest(DRAWN.map(([px, py]) => Math.hypot(px - x, py - y)));
+    };
+    return svgElement("svg.plane", attributes,
+      svgElement("clipPath", { id: clip }, svgElement("circle", disc)),
+      svgElement("circle.disc", disc),
+      svgElement("g", { "clip-path": `url(#${clip})` }, Array.from({ length: RINGS }, ring)),
+      DRAWN.map(dot),
+    );
   }
+
+  const story = component(() => {
+    onDraw(weigh);
+    return element("section.plane-story",
+      element("div.pair",
+        element("h3", "In a plane: places"), copyButton("code", () => planeInPython(state)),
+      ),
+      element("p.lede", prose`Patches of an image, or cells on a slide, have no order, but they have
+        distances. Point at one to see what it looks at; click it, or walk with the arrow keys, to keep it.`),
+      element("div.plane-parts",
+        element("div.plane-box",
+          plane(), element("span.plane-name", { "aria-hidden": true }, "global token"),
+        ),
+        element("div.plane-controls",
+          slopeOfStory({
+            ends: ["0: all alike", "1: the nearest points"], ...bind("planeSlope"),
+            words: () => `${printed(weights[query])} on itself`,
+          }),
+          choice({ label: "Distance", options: METRICS, ...bind("metric") }),
+          element("p.ink-says", says),
+        ),
+      ),
+    );
+  });
 
   function point(token) {
     pointed = token;
-    draw();
+    story.draw();
   }
 
   // To the nearest token that lies more in the arrow's direction than across it.
@@ -81,77 +134,27 @@ export function planeStory({ onChange }) {
     if (!(event.key in arrows)) return;
     const [right, down] = arrows[event.key];
     event.preventDefault();
-    const away = DRAWN.map(([px, py]) => {
+    const to = nearest(DRAWN.map(([px, py]) => {
       const [x, y] = [px - DRAWN[from][0], py - DRAWN[from][1]];
       const ahead = x * right + y * down;
       const isAhead = ahead > 0 && ahead >= Math.abs(x * down + y * right);
       return isAhead ? Math.hypot(x, y) : Infinity;
-    });
-    const to = nearest(away);
+    }));
     if (to < 0) return;
     pointed = null;
-    onChange({ query: to });
-    dots[to].focus();
+    change({ query: to });
+    story.element.querySelectorAll(".dot")[to].focus();
   }
 
-  function draw() {
-    const { slope, metric } = shown;
-    const query = pointed ?? shown.query;
-    const away = distancesFrom(query, metric);
-    const parts = away.map((d) => Math.exp(-slope * d));
-    const sum = parts.reduce((a, b) => a + b, 0);
-    const weights = parts.map((part) => part / sum);
-    rove(dots, shown.query, "aria-checked");
-    inkShares(weights).forEach((share, i) => {
-      dots[i].classList.toggle("looks", i === query);
-      const name = i === 0 ? "global token" : `point ${i}`;
-      const label = `${name}: ${printed(weights[i])}`;
-      setAll(dots[i], { style: { "--ink-share": share }, "aria-label": label });
-    });
-    const [x, y] = DRAWN[query];
-    rings.forEach((ring, i) => {
-      const radius = ((i + 1) * Math.LN2) / slope;
-      ring.setAttribute("d", query > 0 && slope > 0 ? ringAround(x, y, radius, metric) : "");
-    });
-    const next = nearest(away.map((d, i) => (i === query || i === 0 ? Infinity : d)));
-    const own = printed(weights[query]);
-    const lines =
-      slope === 0 ? "At slope 0 all are alike." : "From each line to the next weights halve.";
-    slider.set(slope, `${own} on itself`);
-    setText(
-      says,
-      query === 0
-        ? `The global token stands nowhere: all points are alike to it, and get ${own} each.`
-        : `Point ${query} gives ${own} to itself, as much to the global token, which stands ` +
-          `nowhere, and ${printed(weights[next])} to the nearest point, ` +
-          `${printed(away[next], 2)} away. ${lines}`,
-    );
-  }
+  onDraw(story.draw);
+  return story.element;
+}
 
-  return {
-    element: element("section.plane-story",
-      element("div.pair",
-        element("h3", "In a plane: places"),
-        copyButton("code", () => planeInPython(shown)),
-      ),
-      element("p.lede",
-        "Patches of an image, or cells on a slide, have no order, but they have distances. " +
-          "Point at one to see what it looks at; click it, or walk with the arrow keys, to " +
-          "keep it.",
-      ),
-      element("div.plane-parts",
-        element("div.plane-box",
-          drawing, element("span.plane-name", { "aria-hidden": true }, "global token"),
-        ),
-        element("div.plane-controls", slider.element, metrics.element, says),
-      ),
-    ),
-    update(next) {
-      shown = next;
-      metrics.set(next.metric);
-      draw();
-    },
-  };
+function nearestTo({ clientX, clientY, currentTarget }) {
+  const { left, top, width, height } = currentTarget.getBoundingClientRect();
+  const x = ((clientX - left) / width - 0.5) * 2 * EDGE;
+  const y = ((clientY - top) / height - 0.5) * 2 * EDGE;
+  return nearest(DRAWN.map(([px, py]) => Math.hypot(px - x, py - y)));
 }
 
 // The index of the least distance, -1 if all are infinite.
@@ -165,7 +168,7 @@ function ringAround(x, y, r, metric) {
 }
 
 // The same numbers in Python.
-const planeInPython = ({ slope, metric, query }) => `\
+const planeInPython = ({ planeSlope, metric, query }) => `\
 import torch
 from linbias.torch import attention_points
 
@@ -176,5 +179,5 @@ points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
 points = torch.cat([torch.zeros(1, 2), points])
 q = k = torch.zeros(1, 1, len(points), 1, dtype=torch.float64)  # all alike
 v = torch.eye(len(points), dtype=torch.float64)[None, None]  # so that the output is the weights
-weights = attention_points(q, k, v, points, [${slope}], metric="${metric}", global_tokens=1)[0, 0]
+weights = attention_points(q, k, v, points, [${planeSlope}], metric="${metric}", global_tokens=1)[0, 0]
 print(weights[${query}])`;

@@ -1,9 +1,10 @@
 // What the view of near to far shows, what of it a link may say, and one head's reading.
 
 import { slopes } from "./attention.js";
+import { prose } from "./dom.js";
 import { LEFT, normals, numVisible, prepareQuery, RIGHT, visit, windowOf } from "./near_to_far.js";
 import { grouped, scientific } from "./numbers.js";
-import { oneOf, readSaved, wholeUpTo, within } from "./saved.js";
+import { oneOf, wholeUpTo, within } from "./saved.js";
 
 export const LENGTHS = [256, 512, 1024, 2048, 4096];
 export const HEADS = [1, 2, 4, 8, 12, 16];
@@ -21,23 +22,15 @@ export const REACH_RULES = {
   slope: { is: within(0, 2), start: null }, // of the chosen head; null: that of the schedule
 };
 
-export const startOfReach = (text) => keptInBounds(readSaved(text, REACH_RULES));
-
 // Another length keeps the query where it is, if there is such a key; other heads likewise.
-export function changedReach(state, changes) {
-  const slope = "heads" in changes || "head" in changes ? { slope: null } : {};
-  return keptInBounds({ ...state, ...slope, ...changes });
-}
-
-function keptInBounds(state) {
+export function keptInBounds(state) {
   const query = state.query >= state.length - 1 ? null : state.query;
   return { ...state, query, head: Math.min(state.head, state.heads - 1) };
 }
 
 export const queryPosition = (state) => state.query ?? state.length - 1;
 
-export const toleranceOf = (state) =>
-  state.tolerance === NO_TOLERANCE ? 0 : 2 ** state.tolerance;
+export const toleranceOf = (state) => state.tolerance === NO_TOLERANCE ? 0 : 2 ** state.tolerance;
 
 export function headSlopesOf(state) {
   const all = slopes(state.heads, "paper");
@@ -48,8 +41,8 @@ export function headSlopesOf(state) {
 
 const HEAD_SIZE = 16;
 
-// What near to far reads of one query. What does not change with tolerance and slopes is kept: of
-// the last queries of texts for good, of others the newest.
+// What near to far reads of one query. What does not change with tolerance and slopes is kept: of the last
+// queries of texts for good, of others the newest.
 export function headReader() {
   const streams = new Map();
   const prepared = new Map();
@@ -115,26 +108,20 @@ export function storyOf({ visited, query }, slope, tolerance) {
     return "With a tolerance of 0 nothing may be left out: it reads everything.";
   }
   const reach = grouped(Math.ceil(windowOf(slope, query, share)));
-  const known =
-    " From its slope and the largest norms alone, before any key is read, it is known that keys " +
-    `${reach} or more away cannot matter.`;
+  const known = prose` From its slope and the largest norms alone, before any key is read, it is known that
+    keys ${reach} or more away cannot matter.`;
   if (stops.length === 0) {
-    return (
-      "It comes to the last key before the bound falls below the tolerance: it reads everything." +
-      known
-    );
+    return prose`It comes to the last key before the bound falls below the tolerance: it reads
+      everything.${known}`;
   }
   const where = stops.map(({ side, first, end }) =>
     side === LEFT ? `before key ${grouped(end)}` : `from key ${grouped(first)} on`,
   );
   const bounds = stops.map((step) => scientific(atMost(step))).join(" and ");
-  const oneSided = ended.includes("hidden");
-  const each = oneSided ? "the tolerance" : "half the tolerance, a side\u2019s part,";
-  return (
-    `It stops ${where.join(" and ")}: there, all that is left holds at most ${bounds}, and ` +
-    `${each} is ${scientific(share)}. What it never reads really holds ${scientific(leftOut)}.` +
-    known
-  );
+  const isOneSided = ended.includes("hidden");
+  const each = isOneSided ? "the tolerance" : "half the tolerance, a side\u2019s part,";
+  return prose`It stops ${where.join(" and ")}: there, all that is left holds at most ${bounds}, and ${each}
+    is ${scientific(share)}. What it never reads really holds ${scientific(leftOut)}.${known}`;
 }
 
 // The bound before each block and what is really there, by key, as far from the query as pays.
@@ -190,13 +177,14 @@ export function certificateChart(visited, tolerance) {
 // A share is at most 1; near the query, where little has been read yet, the bound says less.
 const atMost = (step) => Math.min(1, Math.exp(step.bound));
 
-export function stepRows({ steps, shares }) {
+// For a table.
+export function stepsOf({ steps, shares }) {
   const written = (value) => (value === undefined ? "\u2013" : scientific(value, 4));
-  return steps.map((step) => ({
-    head: keysOf(step),
-    cells: [
-      ...[atMost(step), shares[step.terms], step.outside].map(written),
-      PRECISIONS[step.terms],
-    ],
-  }));
+  const rows = steps.map((step) => {
+    const numbers = [atMost(step), shares[step.terms], step.outside];
+    return { head: keysOf(step), cells: [...numbers.map(written), PRECISIONS[step.terms]] };
+  });
+  const columns = ["at most", "limit", "really there", "computed"];
+  const chosen = steps.findIndex((step) => step.terms === 0);
+  return { caption: "Block by block, near to far", columns, rows, chosen };
 }

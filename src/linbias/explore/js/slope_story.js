@@ -1,8 +1,8 @@
-// The idea in one line of words: a slope, and what the last word looks at, as ink. The page opens
-// with it, and the documentation's first page shows it too.
+// The idea in one line of words: a slope, and what the last word looks at, as ink. The page opens with it,
+// and the documentation's first page shows it too.
 
 import { attend, vectors } from "./attention.js";
-import { element, setAll, setText, uniqueId } from "./dom.js";
+import { element, mount, onDraw, prose, uniqueId } from "./dom.js";
 import { general, printed } from "./numbers.js";
 
 export const STORY_HEAD = 1; // the head of `vectors` whose vectors the words get
@@ -10,12 +10,22 @@ const STORY_SLOPES = Array.from({ length: 21 }, (_, step) => step / 20);
 export const STORY_WORDS = "The cat sat on the mat and the dog ran home".split(" ");
 export const STORY_SLOPE = 0.5;
 
-// A word under a bar, which a thin line crosses that it is compared with, and above a number.
-export function inkWord(tag, word, isQuery) {
-  return element(isQuery ? `${tag}.ink-word.ink-query` : `${tag}.ink-word`,
-    element("span.ink-bar", { "aria-hidden": true }), word, element("span.ink-number"),
-  );
+// The story alone, in a page that is not the explorer.
+export function startCard(root, example, style) {
+  const state = { words: STORY_WORDS, slope: STORY_SLOPE };
+  root.replaceChildren(element("style", style));
+  const draw = mount(root, () => [slopeStory({ example, state, onInput }).element]);
+  function onInput(slope) {
+    state.slope = slope;
+    draw();
+  }
 }
+
+// A word under a bar, which a thin line crosses that it is compared with, and above a number.
+export const inkWord = (tag, word, isQuery, { style, number }) =>
+  element(isQuery ? `${tag}.ink-word.ink-query` : `${tag}.ink-word`, { style },
+    element("span.ink-bar", { "aria-hidden": true }), word, element("span.ink-number", number),
+  );
 
 // How dark each weight is drawn, from 0 to 1: the largest is darkest.
 export function inkShares(weights) {
@@ -23,37 +33,30 @@ export function inkShares(weights) {
   return Array.from(weights, (weight) => Math.sqrt(weight / largest));
 }
 
-// Writes weights into words; `most` is that of the tallest bar, `plain` are those of thin lines.
-export function drawInk(words, { weights, plain, most }) {
-  inkShares(weights).forEach((ink, s) => {
-    const [share, thin] = [weights[s] / most, plain[s] / most];
-    setAll(words[s], { style: { "--share": share, "--plain": thin, "--ink-share": ink } });
-    setText(words[s].lastChild, printed(weights[s], 2));
-  });
-}
+// Each word's ink: `most` is the weight of the tallest bar, `plain` are those of thin lines.
+export const inkOf = ({ weights, plain, most }) =>
+  inkShares(weights).map((ink, s) => ({
+    style: { "--share": weights[s] / most, "--plain": plain[s] / most, "--ink-share": ink },
+    number: printed(weights[s], 2),
+  }));
 
-// A slider with a large number over it, of whose parts its owner makes an element.
-export function storySlider(name, attributes) {
+// A slider under a large number, of whose parts its owner makes an element.
+export function storySlider(name, attributes, text) {
   const id = uniqueId("story");
   const range = element("input.story-range", { type: "range", id, ...attributes });
-  const value = element("output.story-slope", { for: id });
-  return { range, value, label: element("label", { for: id }, name) };
+  return [element("label", { for: id }, name), element("output.story-slope", { for: id }, text), range];
 }
 
-// Of slopes from 0 to 1, with what its two ends mean; words: what the slope leads to.
-export function slopeOfStory({ ends, onInput }) {
-  const { range, value, label } = storySlider("slope", {
-    min: 0, max: 1, step: 0.01, on: { input: () => onInput(Number(range.value)) },
-  });
-  const says = ends.map((end) => element("span.story-end", end));
-  return {
-    element: element("div.story-control", label, value, range, says),
-    set(slope, words) {
-      setText(value, printed(slope, 2));
-      range.value = slope;
-      range.setAttribute("aria-valuetext", `${general(slope)}: ${words}`);
-    },
+// Of slopes from 0 to 1, with what its two ends mean; words(): what the slope leads to.
+export function slopeOfStory({ ends, value, words, onInput }) {
+  const attributes = {
+    min: 0, max: 1, step: 0.01, value, on: { input: ({ target }) => onInput(Number(target.value)) },
+    "aria-valuetext": () => `${general(value())}: ${words()}`,
   };
+  return element("div.story-control",
+    storySlider("slope", attributes, () => printed(value(), 2)),
+    ends.map((end) => element("span.story-end", end)),
+  );
 }
 
 // What the last word gives to every word, by slope and by where the words stand.
@@ -72,58 +75,44 @@ export function gaze(words, weights, positions = words.map((_, s) => s)) {
   return { most, back, on, inWords: `most weight on ${on}, ${printed(most, 2)}` };
 }
 
-// slopeStory({ example, onInput(slope) }) -> { element, update({ words, slope }), inWords() }
-export function slopeStory({ example, onInput }) {
-  const slider = slopeOfStory({
-    ends: ["0: content alone", "1: the nearest words"],
-    onInput(slope) {
-      draw(slope);
-      onInput(slope);
-    },
+// The story of state.words at state.slope: { element, inWords() }.
+export function slopeStory({ example, state, onInput }) {
+  let known = {}; // what does not depend on the slope: words, weightsAt, plain, most
+  let weights = [];
+  onDraw(() => {
+    const { words, slope } = state;
+    if (words !== known.words) {
+      const weightsAt = lastWordsWeights(words, example);
+      const most = Math.max(...STORY_SLOPES.flatMap((other) => [...weightsAt(other)]));
+      known = { words, weightsAt, plain: weightsAt(0), most };
+    }
+    weights = known.weightsAt(slope);
   });
-  const row = element("ol.ink");
-  const says = element("p.ink-says");
-  let shown = { words: [], slope: 0 };
-  let weightsAt = null;
-  let plain = [];
-  let most = 1;
+  const seen = () => gaze(state.words, weights);
 
-  function build(words) {
-    weightsAt = lastWordsWeights(words, example);
-    most = Math.max(...STORY_SLOPES.flatMap((slope) => [...weightsAt(slope)]));
-    plain = weightsAt(0);
-    const last = words.length - 1;
-    row.setAttribute("aria-label", `Weights of the word ${words[last]}`);
-    const inked = (word, s) => inkWord("li", element("bdi", word), s === last);
-    row.replaceChildren(...words.map(inked));
-  }
-
-  function draw(slope) {
-    shown.slope = slope;
-    const weights = weightsAt(slope);
-    drawInk([...row.children], { weights, plain, most });
-    const { back, on, inWords } = gaze(shown.words, weights);
-    slider.set(slope, inWords);
+  function inWords() {
+    const { words, slope } = state;
+    const { back, on } = seen();
     const what =
       slope === 0
         ? "Slope 0 is plain attention: content alone decides."
-        : `Each step back takes ${printed(slope, 2)} off a word\u2019s score; ` +
-          "the thin lines are slope 0.";
-    const last = shown.words.at(-1);
-    setText(
-      says,
-      `${what} \u201c${last}\u201d looks ${back.toFixed(1)} words back on average, most at ${on}.`,
-    );
+        : prose`Each step back takes ${printed(slope, 2)} off a word\u2019s score; the thin lines are slope
+          0.`;
+    return prose`${what} \u201c${words.at(-1)}\u201d looks ${back.toFixed(1)} words back on average, most at
+      ${on}.`;
   }
 
+  const inked = (ink, s) => inkWord("li", element("bdi", state.words[s]), s === weights.length - 1, ink);
+  const label = () => `Weights of the word ${state.words.at(-1)}`;
   return {
-    element: element("div.slope-story", slider.element, row, says),
-    update({ words, slope }) {
-      const same = words.join(" ") === shown.words.join(" ");
-      shown = { words, slope };
-      if (!same) build(words);
-      draw(slope);
-    },
-    inWords: () => says.textContent,
+    inWords,
+    element: element("div.slope-story",
+      slopeOfStory({
+        ends: ["0: content alone", "1: the nearest words"], value: () => state.slope,
+        words: () => seen().inWords, onInput,
+      }),
+      element("ol.ink", { "aria-label": label }, () => inkOf({ ...known, weights }).map(inked)),
+      element("p.ink-says", inWords),
+    ),
   };
 }

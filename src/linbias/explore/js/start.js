@@ -11,8 +11,8 @@ const address = {
   link: () => location.href,
 };
 
-// Under the name that the documentation's own pages use, so that the page in their frame follows
-// them. Browsers may keep nothing for a file: then it holds until the page is left.
+// Under the name that the documentation's own pages use, so that the page in their frame follows them.
+// Browsers may keep nothing for a file: then it holds until the page is left.
 const tryTo = (use) => {
   try {
     return use();

@@ -1,33 +1,53 @@
-// A strip of keys for each head: how much each weighs, how exactly it is computed, a frame around
-// what is read, and the query. Each is a button that chooses its head; arrow keys walk them.
+// A strip of keys for each head: how much each weighs, how exactly it is computed, a frame around what is
+// read, and the query. Each is a button that chooses its head; arrow keys walk them.
 
 import { onNewColours, paintCells, ramp } from "./colours.js";
-import { element, rove, setAll, setText, walked } from "./dom.js";
+import { component, element, onDraw, walked } from "./dom.js";
 
 const FAINTEST = 1e-9; // the weight that is drawn as nothing: colours go by its logarithm
 const MOST_COLUMNS = 1024;
 const LEAST_BLOCK = 5; // pixels of a block between which and the next a line can be seen
 
-export function strips({ onSelect }) {
-  const list = element("div.strips", { role: "radiogroup", "aria-label": "Heads" });
-  const heads = ["", "slope", "keys", "keys read", "left out"];
+// shownOf() gives { rows, block, selected }.
+export function strips({ shownOf, onSelect }) {
   let shown = null;
+  const radios = { role: "radiogroup", "aria-label": "Heads" };
+  const made = component(() => element("div.strips", radios, () => shown.rows.map(stripRow)));
+  const list = made.element;
 
-  function build(rows) {
-    const buttons = rows.map((_, head) => {
-      const on = { click: () => choose(head), keydown: walk };
-      const strip = element("span.strip",
-        element("canvas", { height: 1, "aria-hidden": true }),
-        element("span.strip-bands"),
-        element("span.strip-frame", element("i"), element("i")),
-        element("span.strip-query"),
-      );
-      const [name, slope, read, left] = ["name", "slope", "count", "left"].map((part) =>
-        element(`span.strip-${part}`),
-      );
-      return element("button.strip-row", { role: "radio", on }, name, slope, strip, read, left);
-    });
-    list.replaceChildren(...buttons);
+  function stripRow({ name, slope, visit, count, leftOut, bands }, head) {
+    const { first, end, position, numKeys } = visit;
+    const { block, selected } = shown;
+    const isChosen = head === selected;
+    const percent = (keys, all = numKeys) => `${(100 * keys) / Math.max(all, 1)}%`;
+    const place = (from, to) => ({ "inset-inline-start": percent(from), width: percent(to - from) });
+    const bandOf = ({ first: from, end: to, terms, words: title }) =>
+      element("i.terms", { title, style: { ...place(from, to), "--terms": terms } });
+    const side = (read) => {
+      const style = { width: percent(read, end - first), "--block": percent(block, read) };
+      return element("i", { style });
+    };
+    const width = list.querySelector(".strip")?.clientWidth ?? 0;
+    const isFine = (width * block) / numKeys < LEAST_BLOCK;
+    return element("button.strip-row",
+      {
+        role: "radio", "aria-checked": isChosen, tabindex: isChosen ? 0 : -1,
+        "aria-label": `${name}, slope ${slope}: ${count} keys read, ${leftOut} left out`,
+        on: { click: () => choose(head), keydown: walk },
+      },
+      element("span.strip-name", name),
+      element("span.strip-slope", slope),
+      element("span.strip",
+        element("canvas", { width: Math.min(numKeys, MOST_COLUMNS), height: 1, "aria-hidden": true }),
+        element("span.strip-bands", bands.map(bandOf)),
+        element(`span.strip-frame${isFine ? ".fine" : ""}`, { style: place(first, end) },
+          side(position - first), side(end - position - 1),
+        ),
+        element("span.strip-query", { style: { "inset-inline-start": percent(position + 0.5) } }),
+      ),
+      element("span.strip-count", count),
+      element("span.strip-left", leftOut),
+    );
   }
 
   function choose(head) {
@@ -44,7 +64,7 @@ export function strips({ onSelect }) {
     const steps = ramp(list, "--paper", "--accent");
     shown.rows.forEach(({ visit: { numKeys, weights } }, head) => {
       const canvas = list.children[head].querySelector("canvas");
-      const width = Math.min(numKeys, MOST_COLUMNS);
+      const { width } = canvas;
       const keyOf = (column) => Math.floor((column * numKeys) / width);
       paintCells(canvas, width, 1, (column) => {
         const most = Math.max(...weights.subarray(keyOf(column), keyOf(column + 1)));
@@ -53,48 +73,19 @@ export function strips({ onSelect }) {
     });
   }
 
-  function place() {
-    const { rows, block, selected } = shown;
-    rove([...list.children], selected, "aria-checked");
-    rows.forEach(({ name, slope, visit, count, leftOut, bands }, head) => {
-      const { first, end, position, numKeys } = visit;
-      const words = `${name}, slope ${slope}: ${count} keys read, ${leftOut} left out`;
-      list.children[head].ariaLabel = words;
-      const [nameBox, slopeBox, strip, countBox, leftBox] = list.children[head].children;
-      const boxes = [[nameBox, name], [slopeBox, slope], [countBox, count], [leftBox, leftOut]];
-      for (const [box, text] of boxes) setText(box, text);
-      const [, bandBox, frame, query] = strip.children;
-      const percent = (keys) => `${(100 * keys) / numKeys}%`;
-      const keys = end - first;
-      setAll(frame, { style: { "inset-inline-start": percent(first), width: percent(keys) } });
-      frame.classList.toggle("fine", (strip.clientWidth * block) / numKeys < LEAST_BLOCK);
-      [position - first, end - position - 1].forEach((read, side) => {
-        const [width, each] = [(100 * read) / keys, (100 * block) / Math.max(read, 1)];
-        setAll(frame.children[side], { style: { width: `${width}%`, "--block": `${each}%` } });
-      });
-      bandBox.replaceChildren(...bands.map(({ first: from, end: to, terms, words: title }) => {
-        const place = { "inset-inline-start": percent(from), width: percent(to - from) };
-        return element("i.terms", { title, style: { ...place, "--terms": terms } });
-      }));
-      setAll(query, { style: { "inset-inline-start": percent(position + 0.5) } });
-    });
-  }
-
+  onDraw(() => {
+    shown = shownOf();
+    made.draw();
+    paint();
+  });
   onNewColours(list, () => shown && paint());
-  new ResizeObserver(() => shown && place()).observe(list);
+  new ResizeObserver(() => shown && made.draw()).observe(list);
 
-  return {
-    element: element("div.strips-box",
-      element("div.strip-row.strip-heads", { "aria-hidden": true },
-        heads.map((text) => element("span", text)),
-      ),
-      list,
+  const heads = ["", "slope", "keys", "keys read", "left out"];
+  return element("div.strips-box",
+    element("div.strip-row.strip-heads", { "aria-hidden": true },
+      heads.map((text) => element("span", text)),
     ),
-    update(next) {
-      if (shown?.rows.length !== next.rows.length) build(next.rows);
-      shown = next;
-      paint();
-      place();
-    },
-  };
+    list,
+  );
 }

@@ -1,6 +1,6 @@
 // A text whose tokens are inked by shares from 0 to 1; to assistive technology it is a slider.
 
-import { element, setAll, setText, walked } from "./dom.js";
+import { element, onDraw, walked } from "./dom.js";
 import { fixed } from "./numbers.js";
 
 // Line ends, blanks and control characters as they can be seen.
@@ -13,8 +13,7 @@ function visible(token) {
 // A token in one line: its own direction does not reach the words around it.
 export const readableToken = (token) => `\u2068${visible(token).replaceAll(" ", "\u2423")}\u2069`;
 
-export const namesOf = (tokens) =>
-  tokens.map((token, i) => `${i} \u201c${readableToken(token)}\u201d`);
+export const namesOf = (tokens) => tokens.map((token, i) => `${i} \u201c${readableToken(token)}\u201d`);
 
 // Scrolls a box, and not the page around it, to what stands in it.
 export function revealWithin(box, { offsetTop, offsetHeight, offsetLeft, offsetWidth }) {
@@ -27,25 +26,32 @@ export function revealWithin(box, { offsetTop, offsetHeight, offsetLeft, offsetW
   }
 }
 
-// marks: { 128: "words" } stand before these tokens; without a share a token takes no part.
-export function tokenText({ data: { tokens, separator }, label, marks = {}, onSelect }) {
+// shareOf(i) is the ink of a token, null for one that takes no part; chosen() is that with the frame, which
+// words() tells; marks: { 128: "words" } stand before these tokens.
+export function tokenText({
+  data: { tokens, separator }, label, marks = {}, shareOf, chosen, words, onSelect,
+}) {
   const last = tokens.length - 1;
-  const spans = tokens.map((token, i) =>
-    element("span.token", { "data-token": i }, visible(token)),
-  );
+
+  function tokenSpan(token, i) {
+    const share = shareOf(i);
+    const without = share === null ? ".without-part" : "";
+    const frame = i === chosen() ? ".chosen-token" : "";
+    const style = { "--share": `${Math.round(100 * (share ?? 0))}%` };
+    return [
+      marks[i] && element("span.token-mark", marks[i]),
+      element(`span.token${without}${frame}`, { "data-token": i, style }, visible(token)),
+      token.endsWith("\n") ? "\n" : separator,
+    ];
+  }
+
   const attributes = {
     dir: "ltr", tabindex: 0, role: "slider", "aria-label": label,
     "aria-valuemin": 0, "aria-valuemax": last,
-    on: { click, keydown: (event) => select(walked(event, at, last)) },
+    "aria-valuenow": chosen, "aria-valuetext": words,
+    on: { click, keydown: (event) => select(walked(event, chosen(), last)) },
   };
-  const box = element("div.token-text", attributes,
-    spans.flatMap((span, i) => [
-      marks[i] && element("span.token-mark", marks[i]),
-      span,
-      tokens[i].endsWith("\n") ? "\n" : separator,
-    ]),
-  );
-  let at = 0;
+  const box = element("div.token-text", attributes, () => tokens.map(tokenSpan));
 
   function click(event) {
     const span = event.target.closest("[data-token]");
@@ -56,43 +62,36 @@ export function tokenText({ data: { tokens, separator }, label, marks = {}, onSe
     if (token !== null) onSelect(token);
   }
 
-  new ResizeObserver(() => revealWithin(box, spans[at])).observe(box);
+  function reveal() {
+    const span = box.querySelector(".chosen-token");
+    if (span) revealWithin(box, span);
+  }
 
-  return {
-    element: box,
-    ink(shares) {
-      spans.forEach((span, i) => {
-        span.style.setProperty("--share", `${Math.round(100 * (shares[i] ?? 0))}%`);
-        span.classList.toggle("without-part", shares[i] === null);
-      });
-    },
-    choose(token, words) {
-      spans[at].classList.remove("chosen-token");
-      at = token;
-      spans[at].classList.add("chosen-token");
-      revealWithin(box, spans[at]);
-      setAll(box, { "aria-valuenow": at, "aria-valuetext": words });
-    },
-  };
+  onDraw(reveal);
+  new ResizeObserver(reveal).observe(box);
+  return box;
 }
 
 export const endOfRows = (tokens, T) => T < tokens.length ? { [T]: `no rows past ${T}` } : {};
 
-// What each token cost a model, and what it expected; the framed token follows the query.
-export function lossColumn({ data, reading, label, colour, onSelect }) {
+// What each token cost a model, and what it expected; the framed token follows state.query.
+export function lossColumn({ data, reading, label, colour, state, onSelect }) {
   const { tokens, places, unit, vocabulary, blind } = data;
   const { bits, guesses, losses, train_length: trainLength, num_tokens: T } = reading;
   const names = namesOf(tokens);
   const trained = { [trainLength + 1]: "trained up to here" };
+  const next = () => state.query + 1;
+  const chosen = () => Math.min(next(), tokens.length - 1);
   const text = tokenText({
-    data, label: `Token to be guessed, ${label}`,
+    data, label: `Token to be guessed, ${label}`, chosen,
     marks: losses.beyond === null ? endOfRows(tokens, T) : trained,
+    shareOf: (i) => (bits[i] == null ? null : Math.min(1, bits[i] / blind)),
+    words() {
+      const cost = bits[chosen()];
+      return `${names[chosen()]}: ${cost == null ? "not guessed" : `${cost.toFixed(2)} bits`}`;
+    },
     onSelect: (token) => onSelect(Math.max(0, token - 1)),
   });
-  text.ink(tokens.map((_, i) => (bits[i] == null ? null : Math.min(1, bits[i] / blind))));
-  const heading = element("p.guess-heading");
-  const body = element("tbody");
-  const caption = element("caption.unseen");
   const total = losses.all === null ? "\u2013" : losses.all.toFixed(3);
 
   function row(name, probability, came) {
@@ -104,38 +103,37 @@ export function lossColumn({ data, reading, label, colour, onSelect }) {
     );
   }
 
-  return {
-    element: element("section.loss-column", { style: { "--method": colour }, "aria-label": label },
-      element("h4", element("span.swatch", { "aria-hidden": true }), label),
-      element("p.loss-total", element("strong", total), ` bits per ${unit}`),
-      element("p.note", partWords(losses, trainLength)),
-      text.element,
-      element("div.guesses", heading, element("table", caption, body)),
-    ),
-    update(query) {
-      const next = query + 1;
-      const at = Math.min(next, tokens.length - 1);
-      const cost = bits[at] == null ? "not guessed" : `${bits[at].toFixed(2)} bits`;
-      text.choose(at, `${names[at]}: ${cost}`);
-      setText(heading, headingOf(query, next));
-      setText(caption, `Guesses of ${label} after token ${names[query]}`);
-      const came = bits[next] == null ? null : places[next];
-      const shown = guesses[query] ?? [];
-      const rows = shown.map(([place, p]) => row(vocabulary[place], p, place === came));
-      if (came !== null && !shown.some(([place]) => place === came)) {
-        rows.push(row(tokens[next], 2 ** -bits[next], true));
-      }
-      body.replaceChildren(...rows);
-    },
-  };
-
-  function headingOf(query, next) {
-    if (query >= T) return `Nothing is guessed after token ${T - 1}: the model has no more rows.`;
-    const [now, then] = [names[query], names[next]];
-    if (next >= tokens.length) return `After ${now} the shown text ends.`;
-    if (next >= T) return `After ${now} comes ${then}, which this model cannot read.`;
-    return `After ${now} came ${then}: ${bits[next].toFixed(2)} bits.`;
+  function rows() {
+    const came = bits[next()] == null ? null : places[next()];
+    const shown = guesses[state.query] ?? [];
+    const isMissing = came !== null && !shown.some(([place]) => place === came);
+    return [
+      ...shown.map(([place, p]) => row(vocabulary[place], p, place === came)),
+      isMissing && row(tokens[next()], 2 ** -bits[next()], true),
+    ];
   }
+
+  function heading() {
+    if (state.query >= T) {
+      return `Nothing is guessed after token ${T - 1}: the model has no more rows.`;
+    }
+    const [before, after] = [names[state.query], names[next()]];
+    if (next() >= tokens.length) return `After ${before} the shown text ends.`;
+    if (next() >= T) return `After ${before} comes ${after}, which this model cannot read.`;
+    return `After ${before} came ${after}: ${bits[next()].toFixed(2)} bits.`;
+  }
+
+  const caption = () => `Guesses of ${label} after token ${names[state.query]}`;
+  return element("section.loss-column", { style: { "--method": colour }, "aria-label": label },
+    element("h4", element("span.swatch", { "aria-hidden": true }), label),
+    element("p.loss-total", element("strong", total), ` bits per ${unit}`),
+    element("p.note", partWords(losses, trainLength)),
+    text,
+    element("div.guesses",
+      element("p.guess-heading", heading),
+      element("table", element("caption.unseen", caption), element("tbody", rows)),
+    ),
+  );
 }
 
 function partWords({ within, beyond }, trainLength) {

@@ -1,14 +1,13 @@
 // Where: order that is not counted, as time on a line and as places in a plane.
 
-import { debounce, element } from "./dom.js";
+import { element, mount, prose } from "./dom.js";
 import { METRICS, NUM_POINTS, planeStory } from "./plane_story.js";
-import { oneOf, readSaved, savedText, wholeUpTo, within } from "./saved.js";
+import { oneOf, savedState, wholeUpTo, within } from "./saved.js";
 import { MOST_PLACE, SPOKEN, stampsStory } from "./stamps_story.js";
 
 const list = (text) => text.split(" ").filter(Boolean).map(Number);
 const rises = (numbers, apart) => numbers.every((x, i) => i === 0 || x - numbers[i - 1] >= apart);
-const arePlaces = (x) =>
-  x.length === SPOKEN.length && rises(x, 0) && x[0] >= 0 && x.at(-1) <= MOST_PLACE;
+const arePlaces = (x) => x.length === SPOKEN.length && rises(x, 0) && x[0] >= 0 && x.at(-1) <= MOST_PLACE;
 const isGate = (gate) => gate > 0 && wholeUpTo(SPOKEN.length - 1)(gate);
 
 const WHERE_RULES = {
@@ -21,32 +20,12 @@ const WHERE_RULES = {
 };
 
 export function mountWhere(root, { example }, memory) {
-  const state = readSaved(memory.read(), WHERE_RULES);
-  const later = debounce(() => memory.write(savedText(state, WHERE_RULES)));
-  const line = stampsStory({ example, onChange: change });
-  const plane = planeStory({
-    onChange: ({ slope = state.planeSlope, ...rest }) => change({ planeSlope: slope, ...rest }),
-  });
-
-  function change(changes) {
-    Object.assign(state, changes);
-    draw();
-    later();
-  }
-
-  function draw() {
-    line.update(state);
-    plane.update({ ...state, slope: state.planeSlope });
-  }
-
-  root.append(
+  const saved = savedState(memory, WHERE_RULES, () => draw());
+  const draw = mount(root, () => [
     element("h2", "Where things stand"),
-    element("p.lede",
-      "A linear bias asks how far apart two tokens are. Nothing says that distance must be " +
-        "counted in tokens.",
-    ),
-    line.element,
-    plane.element,
-  );
-  draw();
+    element("p.lede", prose`A linear bias asks how far apart two tokens are. Nothing says that distance must
+      be counted in tokens.`),
+    stampsStory({ example, ...saved }),
+    planeStory(saved),
+  ]);
 }

@@ -23,9 +23,9 @@ const notebookThemes = {
 // What anywidget calls: `model` holds the Python side's data, stylesheet and state.
 export function renderWidget({ model, el }) {
   const app = element("div.explore.notebook", { tabindex: -1 });
-  // Keys typed here are no shortcuts of the notebook: JupyterLab, which sees them first, asks for
-  // this attribute; others listen further out. The focus stays here wherever one clicks, on words
-  // or a button that is disabled then.
+  // Keys typed here are no shortcuts of the notebook: JupyterLab, which sees them first, asks for this
+  // attribute; others listen further out. The focus stays here wherever one clicks, on words or a button that
+  // is disabled then.
   el.dataset.lmSuppressShortcuts = "true";
   el.addEventListener("keydown", (event) => event.stopPropagation());
   const root = el.attachShadow({ mode: "open" });
