@@ -94,7 +94,7 @@ def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(texts, tmp
         ("linbias.paper.prepare.os.replace", 2),  # one split is written
         ("linbias.lm.checkpoints.write_json", 2),
         ("linbias.paper.score.write_whole", 2),  # the first scores are there
-        ("linbias.paper.score._batches", 5),
+        ("linbias.lm.evaluation._own_losses", 5),
     ]
     run_paper(texts, tmp_path / "whole")
     kill_in_turn(run_paper, deaths, texts, tmp_path / "killed")
