@@ -42,7 +42,7 @@ SHORT = replace(
     save_steps=2,
 )  # fmt: skip
 PLACES = {  # functions of a run, by how often they are called in it at most
-    "linbias.lm.loop.PiecesTrainer.training_step": 14,
+    "linbias.lm.loop.RunTrainer.training_step": 14,
     "linbias.lm.checkpoints.write_json": 4,  # a checkpoint without its mark
     "torch.save": 20,  # within a checkpoint
     "linbias._run.files.os.fsync": 12,  # within a file, or a line of a log
