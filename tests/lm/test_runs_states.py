@@ -30,7 +30,7 @@ from linbias.lm.evaluation import evaluate
 from linbias.lm.loop import is_finished
 from linbias.lm.training import train
 from linbias.models.loading import load
-from lm_training import SETTINGS, history, train_into
+from lm_training import SETTINGS, losses, train_into
 
 # Four checkpoints, the last of them not where save_steps says.
 SHORT = replace(
@@ -118,11 +118,6 @@ class Undisturbed:
 def files(folder: Path) -> list[str]:
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
     return sorted(path for path in found if path != ".lock")
-
-
-def losses(folder: Path) -> list[dict[str, Any]]:
-    """The run's history, but for its pace."""
-    return [{n: x for n, x in line.items() if "second" not in n} for line in history(folder)]
 
 
 class Runs(RuleBasedStateMachine):

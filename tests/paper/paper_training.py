@@ -12,7 +12,7 @@ from linbias.paper.dictionary import Dictionary
 from linbias.paper.recipe import Recipe
 from linbias.paper.store import write_ids
 from linbias.paper.train import train
-from lm_training import history, metrics
+from lm_training import losses, metrics
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ORIGINAL = Path(__file__).resolve().parents[3] / "shared" / "golden" / "fairseq"
@@ -83,12 +83,6 @@ class KeepMomentum(TrainerCallback):
 
     def on_train_end(self, args, state, control, optimizer, **_) -> None:
         torch.save(optimizer.state_dict(), self.path)
-
-
-def losses(folder: Path) -> list[dict[str, Any]]:
-    """The run's history, but for its pace."""
-    lines = (line.items() for line in history(folder))
-    return [{n: x for n, x in of if x is not None and "second" not in n} for of in lines]
 
 
 def assert_same_run(folder: Path, other: Path) -> None:

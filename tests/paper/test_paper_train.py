@@ -22,6 +22,7 @@ from linbias.paper.model import PaperForCausalLM
 from linbias.paper.step import NAG, SeedEachStep
 from linbias.paper.store import read_ids, write_ids
 from linbias.paper.train import PaperRun, train
+from lm_training import history, losses, metrics
 from paper_training import (
     MODEL,
     ORIGINAL,
@@ -29,9 +30,6 @@ from paper_training import (
     SMOOTH,
     KeepMomentum,
     assert_same_run,
-    history,
-    losses,
-    metrics,
     train_into,
 )
 
