@@ -40,7 +40,7 @@ SHORT = replace(
     batch_size=2,
     steps=7,
     save_steps=2,
-)  # fmt: skip
+)
 PLACES = {  # functions of a run, by how often they are called in it at most
     "linbias.lm.loop.RunTrainer.training_step": 14,
     "linbias.lm.checkpoints.write_json": 4,  # a checkpoint without its mark

@@ -201,18 +201,16 @@ def train_until_killed(event: str, step: int, paper_data: Path, output: Path) ->
     train(paper_data, output, RECIPE, progress=False, callbacks=callbacks)
 
 
+DEATHS = [
+    *(("on_step_end", 1), ("while moving", 4), ("while saving", 5), ("on_step_begin", 5)),
+    *(("on_evaluate", 8), ("while saving", 10), ("on_step_end", 11), ("on_train_end", 14)),
+]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "deaths",
-    [
-        [("on_step_end", 1), ("while moving", 4), ("while saving", 5), ("while saving", 10)],
-        [("on_step_begin", 5), ("on_evaluate", 8), ("on_step_end", 11), ("on_train_end", 14)],
-    ],
-    ids=lambda deaths: ", ".join(f"{event} {step}" for event, step in deaths),
-)
-def test_killed_run_ends_like_an_unbroken_one(deaths, paper_run, paper_data, tmp_path):
+def test_killed_run_ends_like_an_unbroken_one(paper_run, paper_data, tmp_path):
     output = tmp_path / "run"
-    for death in deaths:
+    for death in DEATHS:
         killed_processes(train_until_killed, [death], paper_data, output)
         assert not (output / "metrics.json").exists()
     train(paper_data, output, RECIPE, progress=False, callbacks=[KeepMomentum(output)])
