@@ -38,7 +38,6 @@ from linbias._run.files import JsonLog
 from linbias._run.folders import open_run_folder
 from linbias.data import SPLITS
 from linbias.data.corpus import load_corpus
-from linbias.lm.watch import StopWatch
 from linbias.paper.checkpoint import load
 from linbias.paper.model import PaperForCausalLM
 from linbias.paper.prepare import prepare
@@ -245,11 +244,9 @@ class Run:
 
 
 def training_speed(data: Path, recipe: Recipe) -> float:
-    """Tokens per second of the median step, without the first five."""
-    watch = StopWatch()
+    """Tokens per second of the median step."""
     with tempfile.TemporaryDirectory() as home:
-        train(data, home, recipe, progress=False, callbacks=[watch])
-    return recipe.max_tokens / statistics.median(b - a for a, b in pairwise(watch.times[5:]))
+        return train(data, home, recipe, progress=False).tokens_per_second
 
 
 def reading_speed(model: PaperForCausalLM, ids: NDArray[Any], length: int) -> float:

@@ -14,7 +14,7 @@ from linbias.lm.extrapolation import extrapolate
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 from linbias.paper.pipeline import run as run_path
 from linbias.paper.recipe import Recipe
-from paper_training import MODEL
+from paper_training import MODEL, assert_same_run
 from test_runs_states import run_until
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout": 0.1}
@@ -94,12 +94,13 @@ def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(texts, tmp
         ("linbias.paper.prepare.os.replace", 2),  # one split is written
         ("linbias.lm.checkpoints.write_json", 2),
         ("linbias.paper.score.write_whole", 2),  # the first scores are there
-        ("linbias.paper.score._batches", 5),
+        ("linbias.lm.evaluation._own_losses", 5),
     ]
     run_paper(texts, tmp_path / "whole")
     kill_in_turn(run_paper, deaths, texts, tmp_path / "killed")
-    names = ("data/train.bin", "data/dict.txt", "model/model.safetensors", "model/log.jsonl")
+    names = ("data/train.bin", "data/dict.txt", "model/model.safetensors")
     assert_same_files(tmp_path, *names)
+    assert_same_run(tmp_path / "whole" / "model", tmp_path / "killed" / "model")
     for path in (tmp_path / "whole").glob("*.npz"):
         killed, whole = (np.load(tmp_path / run / path.name) for run in ("killed", "whole"))
         np.testing.assert_array_equal(killed["log_probs"], whole["log_probs"])

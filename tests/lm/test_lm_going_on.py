@@ -168,7 +168,7 @@ CONTRADICTIONS = [
     ({"model": {"position": "rotary"}}, "position must be 'alibi', as in the .* got 'rotary'"),
     ({"init": "no/such"}, "init must be a folder that `linbias train` made, got 'no/such'"),
     ({"init": "{gpt2}"}, "TrainSettings: init must be a model of `linbias train`, got .* 'gpt2'"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "message"), CONTRADICTIONS)

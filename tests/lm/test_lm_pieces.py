@@ -22,7 +22,7 @@ TRAIN = (
     *("train", "--quiet", "--steps", "20", "--length", "62", "--batch-size", "4"),
     *("--set", "hidden_size=32", "--set", "num_attention_heads=4", "--set", "num_hidden_layers=2"),
     *("--save-steps", "4", "--validate-steps", "10", "--max-bytes", "60000"),
-)  # fmt: skip
+)
 
 
 def start(processes: int, *arguments: str) -> subprocess.Popen[str]:
@@ -123,7 +123,7 @@ def test_evaluation_in_pieces(tmp_path):
         (("2", "--task", "masked"), "--context-parallel: must be 1 unless"),
         (("2", "--prompt", "a"), "--context-parallel: must be 1 with"),
     ],
-)  # fmt: skip
+)
 def test_refused(tmp_path, arguments, words):
     process = start(1, *TRAIN, "-o", str(tmp_path / "run"), "--context-parallel", *arguments)
     _, err = process.communicate(timeout=200)

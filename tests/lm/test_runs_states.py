@@ -30,7 +30,7 @@ from linbias.lm.evaluation import evaluate
 from linbias.lm.loop import is_finished
 from linbias.lm.training import train
 from linbias.models.loading import load
-from lm_training import SETTINGS, history, train_into
+from lm_training import SETTINGS, losses, train_into
 
 # Four checkpoints, the last of them not where save_steps says.
 SHORT = replace(
@@ -40,9 +40,9 @@ SHORT = replace(
     batch_size=2,
     steps=7,
     save_steps=2,
-)  # fmt: skip
+)
 PLACES = {  # functions of a run, by how often they are called in it at most
-    "linbias.lm.loop.PiecesTrainer.training_step": 14,
+    "linbias.lm.loop.RunTrainer.training_step": 14,
     "linbias.lm.checkpoints.write_json": 4,  # a checkpoint without its mark
     "torch.save": 20,  # within a checkpoint
     "linbias._run.files.os.fsync": 12,  # within a file, or a line of a log
@@ -118,11 +118,6 @@ class Undisturbed:
 def files(folder: Path) -> list[str]:
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
     return sorted(path for path in found if path != ".lock")
-
-
-def losses(folder: Path) -> list[dict[str, Any]]:
-    """The run's history, but for its pace."""
-    return [{n: x for n, x in line.items() if "second" not in n} for line in history(folder)]
 
 
 class Runs(RuleBasedStateMachine):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from linbias import cli
 from linbias._run.folders import hold_run_folder
-from paper_training import ORIGINAL
+from paper_training import ORIGINAL, assert_same_run
 
 SMALL = [
     *("--set", "hidden_size=32", "--set", "num_hidden_layers=1", "--set", "num_attention_heads=2"),
@@ -58,7 +58,9 @@ def test_run_goes_from_texts_to_perplexity(whole_path):
         *(("test", 128, 0), ("test", 128, 64), ("test", 512, 0), ("test", 512, 256)),
     ]
     assert {r["num_tokens"] for r in measured["evaluations"]} == {210}
-    assert (folder / "data" / "dict.txt").exists() and (folder / "model" / "log.jsonl").exists()
+    assert (folder / "data" / "dict.txt").exists() and (
+        folder / "model" / "history.jsonl"
+    ).exists()
 
 
 def test_run_of_other_texts_is_refused(whole_path, texts):
@@ -108,8 +110,7 @@ def test_steps_one_by_one_are_the_whole_path(whole_path, texts, tmp_path):
     shown = linbias(*words)
     assert shown.exit_code == 0, shown.stderr
     assert "3 steps" in shown.stdout and f"model in {home}" in shown.stdout
-    for name in ("model.safetensors", "log.jsonl"):
-        assert (home / name).read_bytes() == (folder / "model" / name).read_bytes()
+    assert_same_run(home, folder / "model")
     expected = measured["evaluations"][5]
     words = ["evaluate", home, data, "--split", "test", "--context-window", 64, "-q"]
     shown = linbias(*words)

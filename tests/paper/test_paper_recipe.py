@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from linbias.paper.blocks import Batches, batch_order, block_tokens, blocks
 from linbias.paper.config import PaperConfig
-from linbias.paper.recipe import PRESETS
-from linbias.paper.step import NAG, cosine_lr
+from linbias.paper.recipe import PRESETS, Recipe
+from linbias.paper.step import NAG
 from linbias.paper.store import read_data
 from paper_training import GOLDEN, ORIGINAL, RECIPE
 
@@ -151,11 +151,17 @@ def test_nag_decays_weights_and_leaves_those_without_a_gradient_alone():
 def test_schedule_has_the_values_of_the_original(flags):
     golden = json.loads((GOLDEN / "cosine_lr.json").read_text())[flags]
     flags = golden["cfg"]
-    ours = {name: flags[name] for name in ("min_lr", "t_mult")}
-    ours |= {"init": flags["warmup_init_lr"], "lr": flags["lr"][0], "shrink": flags["lr_shrink"]}
-    ours |= {"warmup": flags["warmup_updates"], "period": flags["lr_period_updates"]}
+    recipe = Recipe(
+        initial_learning_rate=flags["warmup_init_lr"],
+        learning_rate=flags["lr"][0],
+        min_learning_rate=flags["min_lr"],
+        warmup_steps=flags["warmup_updates"],
+        period=flags["lr_period_updates"],
+        t_mult=flags["t_mult"],
+        shrink=flags["lr_shrink"],
+    )
     for n, value in golden["lr_after_n_updates"].items():
-        assert cosine_lr(int(n), **ours) == value, n
+        assert recipe.learning_rate_after(int(n)) == value, n
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -42,6 +42,12 @@ def history(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
 
 
+def losses(folder: Path) -> list[dict[str, Any]]:
+    """The run's history, but for its pace and for what it does not have."""
+    lines = (line.items() for line in history(folder))
+    return [{n: x for n, x in of if x is not None and "second" not in n} for of in lines]
+
+
 def assert_same_run(folder: Path, other: Path) -> None:
     """The same weights bit for bit, and the same numbers but for time and memory."""
     assert (folder / "model.safetensors").read_bytes() == (

@@ -95,6 +95,9 @@ class Sharing:
         return cls(group, rank() // size, num_processes() // size)
 
 
+ALONE = Sharing(None, 0, 1)
+
+
 def wait_for_all() -> None:
     if distributed.is_initialized():
         distributed.barrier()

@@ -271,7 +271,7 @@ def run(
     from linbias.paper.pipeline import run as run_path
 
     model = options.parse_fields(fields)
-    results = run_path(
+    training, evaluations = run_path(
         {"train": train, "valid": valid, "test": test},
         output,
         recipe_from_preset(preset, steps=steps, model=model, position=position),
@@ -281,9 +281,10 @@ def run(
         progress=not quiet,
     )
     if as_json:
-        return print_json(results.to_dict())
-    _print_training(results.training)
-    _print_scores(results.evaluations)
+        measured = [evaluation.to_dict() for evaluation in evaluations]
+        return print_json({"training": training.to_dict(), "evaluations": measured})
+    _print_training(training)
+    _print_scores(evaluations)
 
 
 def _print_training(metrics: Any) -> None:

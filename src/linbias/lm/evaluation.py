@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from linbias._run.files import Record
-from linbias._run.processes import Sharing, max_over_all, num_processes, sum_over_all
+from linbias._run.processes import ALONE, Sharing, max_over_all, num_processes, sum_over_all
 from linbias.lm.memory import PeakMemory
 from linbias.lm.settings import PRECISIONS
 from linbias.lm.windows import Likelihood, Window, check_tokens, equal_windows, rows_of
@@ -173,17 +173,10 @@ def evaluate(
     loss_sum, count = np.zeros(length), np.zeros(length, np.int64)
     num_done, start_time = 0, time.perf_counter()
     with computing(model, device, precision, min(length, num_tokens)) as memory:
-        separate = _head_is_separate(model, ids[:8])
-        if not separate:  # all logits of a batch are held at once
-            vocab_size = model.config.get_text_config().vocab_size
-            batch_tokens = min(batch_tokens, MAX_LOGITS // vocab_size)
-        batches = equal_windows(windows(num_tokens, length, stride), batch_tokens)
-        for batch in islice(batches, sharing.number, None, sharing.of):
-            tokens = rows_of(ids, batch, model.device)
-            inputs, targets = tokens[:, :-1], tokens[:, -batch[0].keep :]
-            losses, scored = _own_losses(model, inputs, targets, separate, sharing.group)
+        every_window = windows(num_tokens, length, stride)
+        for losses, scored in losses_of(model, ids, every_window, batch_tokens, sharing):
             loss_sum[scored.start : scored.stop] += losses.double().sum(0).cpu().numpy()
-            count[scored.start : scored.stop] += len(batch)
+            count[scored.start : scored.stop] += len(losses)
             num_done += losses.numel()
             if progress is not None:
                 progress(min(num_done * num_processes(), num_tokens), num_tokens)
@@ -202,6 +195,28 @@ def evaluate(
         ),
         count_by_position=tuple(count.tolist()),
     )
+
+
+def losses_of(
+    model: PreTrainedModel,
+    ids: NDArray[Any],
+    every_window: Iterable[Window],
+    batch_tokens: int,
+    sharing: Sharing = ALONE,
+) -> Iterator[tuple[Tensor, range]]:
+    """The nll [windows, predictions] of what windows of `ids` [N + 1] score, a batch of equal ones
+    at a time, and where in them these predictions are; of this process's batches, and its part of
+    their windows.
+    """
+    separate = _head_is_separate(model, ids[:8])
+    if not separate:  # all logits of a batch are held at once
+        vocab_size = model.config.get_text_config().vocab_size
+        batch_tokens = min(batch_tokens, MAX_LOGITS // vocab_size)
+    batches = equal_windows(every_window, batch_tokens)
+    for batch in islice(batches, sharing.number, None, sharing.of):
+        tokens = rows_of(ids, batch, model.device)
+        inputs, targets = tokens[:, :-1], tokens[:, -batch[0].keep :]
+        yield _own_losses(model, inputs, targets, separate, sharing.group)
 
 
 def check_call(

@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import (
     PrinterCallback,
     Trainer,
@@ -32,7 +32,7 @@ from linbias._run.folders import hold_run_folder
 from linbias._run.processes import Sharing, is_main, wait_for_all
 from linbias.lm.checkpoints import Checkpoints
 from linbias.lm.memory import PeakMemory
-from linbias.lm.watch import ProgressBar, StopWatch
+from linbias.lm.watch import FiniteLoss, LossHistory, ProgressBar, StopWatch
 from linbias.models.loading import no_bars
 from linbias.torch import context_parallel
 
@@ -77,16 +77,21 @@ class TrainingMetrics:
             raise ValueError(f"train: {path} is damaged ({error})") from error
 
 
-class PiecesTrainer(Trainer):
-    """The Trainer, for processes of which a group, `pieces`, may share each sequence."""
+class RunTrainer(Trainer):
+    """The Trainer of a run, of which validations do not affect the training."""
 
-    def __init__(self, *arguments: Any, pieces: ProcessGroup | None, **options: Any) -> None:
-        self.pieces = pieces
-        super().__init__(*arguments, **options)
+    def __init__(self, run: Any, **options: Any) -> None:
+        self.run = run
+        super().__init__(**options)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, self.run.schedule)
+        return self.lr_scheduler
 
     def in_pieces(self) -> AbstractContextManager[None]:
         """Within the block the model reads this process's part of each sequence."""
-        return nullcontext() if self.pieces is None else context_parallel.use(self.pieces)
+        group = self.run.sharing.group
+        return nullcontext() if group is None else context_parallel.use(group)
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
         """The first step after a checkpoint between two logs adds the losses before it."""
@@ -106,9 +111,10 @@ class PiecesTrainer(Trainer):
             self.state.log_history.insert(0, unlogged)
         super()._maybe_log_save_evaluate(tr_loss, *arguments, **options)
 
-    def prediction_step(self, *arguments: Any, **options: Any) -> Any:
-        with self.in_pieces():
-            return super().prediction_step(*arguments, **options)
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """Puts the random numbers back that the Trainer draws for the order of its data."""
+        with torch.random.fork_rng(), self.in_pieces():
+            return super().evaluate(*arguments, **options)
 
 
 class StopAfterStep(TrainerCallback):
@@ -181,12 +187,16 @@ class Run(ABC):
         """Opens the folder, and sets the number of steps; refuses a folder of another run."""
 
     @abstractmethod
-    def trainer(self, callbacks: list[TrainerCallback]) -> PiecesTrainer:
+    def trainer(self, callbacks: list[TrainerCallback]) -> RunTrainer:
         """The Trainer of a model before its first step."""
 
     @abstractmethod
+    def schedule(self, steps: int) -> float:
+        """The learning rate after so many steps, as a share of the optimizer's."""
+
+    @abstractmethod
     def watchers(self, bar: ProgressBar) -> list[TrainerCallback]:
-        """The callbacks of this kind of run, the bar among them."""
+        """The callbacks of this kind of run, beside those of all runs."""
 
     @abstractmethod
     def add_files(self, folder: Path) -> None:
@@ -249,7 +259,8 @@ class Run(ABC):
         """
         bar = ProgressBar(self.tokens_per_step, visible=progress and is_main())
         watch, stop = StopWatch(), StopAfterStep(self.checkpoints, bar)
-        own = [self.checkpoints, *self.watchers(bar), watch]
+        history = LossHistory(self.output / "history.jsonl", self.tokens_per_step)
+        own = [self.checkpoints, FiniteLoss(), history, bar, *self.watchers(bar), watch]
         trainer = self.trainer([*own, *callbacks, stop])
         trainer.remove_callback(PrinterCallback)
         newest = self.checkpoints.latest()

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PrinterCallback, TrainerCallback, TrainerState, set_seed
 from transformers.integrations import TensorBoardCallback
 from transformers.modeling_outputs import CausalLMOutput
@@ -41,10 +39,10 @@ from linbias.data.segments import (
 )
 from linbias.data.tokenizers import TokenIds
 from linbias.lm.initial import initial_config, initial_model, weights_of
-from linbias.lm.loop import PiecesTrainer, Run, TrainingMetrics
+from linbias.lm.loop import Run, RunTrainer, TrainingMetrics
 from linbias.lm.settings import TrainSettings
 from linbias.lm.validate import MAX_TOKENS, Validation, Validations, record
-from linbias.lm.watch import FiniteLoss, FollowSchedule, LossHistory, ProgressBar, StopWatch
+from linbias.lm.watch import FollowSchedule, ProgressBar, StopWatch
 
 # With a time budget, the steps follow from the time that this many steps of a throw-away model
 # take. The first ones are not timed.
@@ -252,8 +250,7 @@ class LanguageModelRun(Run):
 
     def watchers(self, bar: ProgressBar) -> list[TrainerCallback]:
         settings = self.settings
-        history = LossHistory(self.output / "history.jsonl", self.tokens_per_step)
-        watchers: list[TrainerCallback] = [FiniteLoss(), history, bar, FollowSchedule(bar)]
+        watchers: list[TrainerCallback] = [FollowSchedule(bar)]
         if self.validation is not None:
             watchers.append(Validations(settings.length, bar.console))
         if settings.tensorboard:
@@ -272,14 +269,9 @@ class LanguageModelRun(Run):
         whole_batches = validation is not None and len(validation) >= settings.batch_size
         batch_size = settings.batch_size // (self.sharing.of * settings.accumulation)
         validation_batch_size = settings.batch_size // self.sharing.of if whole_batches else 1
-        warmup_steps = settings.warmup_steps
-        if warmup_steps is None:
-            warmup_steps = round(settings.warmup * self.steps)
         arguments = self.arguments(
             per_device_train_batch_size=batch_size,
             gradient_accumulation_steps=settings.accumulation,
-            lr_scheduler_type="cosine",
-            warmup_steps=warmup_steps,
             weight_decay=settings.weight_decay,
             adam_beta2=0.95,
             # Logs fall on checkpoints, so that an interrupted run logs the same numbers.
@@ -300,17 +292,25 @@ class LanguageModelRun(Run):
             train = InPieces(train, pieces, batch_size)
             valid = valid and InPieces(valid, pieces, validation_batch_size)
         return LanguageModelTrainer(
-            model,
-            arguments,
+            self,
+            model=model,
+            args=arguments,
             data_collator=lambda batch: batch,
             train_dataset=train,
             eval_dataset=valid,
-            pieces=self.sharing.group,
             compute_loss_func=self._mean_loss,
             callbacks=callbacks,
-            learning_rate_floor=settings.learning_rate_floor,
-            validation=self.validation,
         )
+
+    def schedule(self, steps: int) -> float:
+        """Linear warmup, then a cosine down to the floor."""
+        settings, warmup = self.settings, self.settings.warmup_steps
+        if warmup is None:
+            warmup = round(settings.warmup * self.steps)
+        if steps < warmup:
+            return steps / warmup
+        progress = min(1.0, (steps - warmup) / max(1, self.steps - warmup))
+        return max(settings.learning_rate_floor, 0.5 * (1 + math.cos(math.pi * progress)))
 
     def _mean_loss(
         self, outputs: CausalLMOutput, labels: Tensor, num_items_in_batch: Tensor | None = None
@@ -367,34 +367,8 @@ class LanguageModelRun(Run):
         }
 
 
-class LanguageModelTrainer(PiecesTrainer):
-    """The Trainer, of which validations do not affect the training and only matrices decay."""
-
-    def __init__(
-        self,
-        *arguments: Any,
-        learning_rate_floor: float,
-        validation: Validation | None,
-        **options: Any,
-    ) -> None:
-        self.learning_rate_floor, self.validation = learning_rate_floor, validation
-        super().__init__(*arguments, **options)
-
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: Optimizer | None = None
-    ) -> LRScheduler:
-        if self.learning_rate_floor and getattr(self, "lr_scheduler", None) is None:
-            warmup = self.args.get_warmup_steps(num_training_steps)
-
-            def share_of_peak(step: int) -> float:
-                if step < warmup:
-                    return step / warmup
-                progress = min(1.0, (step - warmup) / max(1, num_training_steps - warmup))
-                return max(self.learning_rate_floor, 0.5 * (1 + math.cos(math.pi * progress)))
-
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, share_of_peak)
-            self._created_lr_scheduler = True
-        return super().create_scheduler(num_training_steps, optimizer)
+class LanguageModelTrainer(RunTrainer):
+    """The Trainer, of which only matrices decay."""
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """All matrices but the table of token embeddings, unless it also computes the output: the
@@ -407,13 +381,9 @@ class LanguageModelTrainer(PiecesTrainer):
             spared |= {name for name, weight in model.named_parameters() if weight is table}
         return [name for name in names if name not in spared]
 
-    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """Puts the random numbers back that the Trainer draws for the order of its data."""
-        with torch.random.fork_rng():
-            return super().evaluate(*arguments, **options)
-
     def evaluation_loop(self, *arguments: Any, **options: Any) -> EvalLoopOutput:
-        if self.validation is None:
+        validation: Validation | None = self.run.validation
+        if validation is None:
             return super().evaluation_loop(*arguments, **options)
-        measured = self.validation.measure(self.model, options["metric_key_prefix"])
-        return EvalLoopOutput(None, None, measured, len(self.validation.ids) - 1)
+        measured = validation.measure(self.model, options["metric_key_prefix"])
+        return EvalLoopOutput(None, None, measured, len(validation.ids) - 1)

@@ -48,11 +48,15 @@ class FiniteLoss(TrainerCallback):
             )
 
 
-class Log(TrainerCallback):
-    """Keeps a run's lines of JSON, up to the checkpoint that it goes on from."""
+class LossHistory(TrainerCallback):
+    """Keeps what the Trainer logs, a line of JSON for each log, up to the checkpoint that a run
+    goes on from; the pace is without validations and saving.
+    """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, tokens_per_step: int) -> None:
+        self.path, self.tokens_per_step = path, tokens_per_step
+        self._start: tuple[int, float] | None = None  # step and time of the line before
+        self._line: Record = {}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
@@ -61,51 +65,40 @@ class Log(TrainerCallback):
             if len(kept) < len(self._log.records):
                 self._log.restart(kept)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        control.should_log |= state.global_step == state.max_steps
-
-    def append(self, state: TrainerState, line: Record) -> None:
-        if state.is_world_process_zero:
-            self._log.append(line)
-
-
-class LossHistory(Log):
-    """Keeps what the Trainer logs, at a pace that is without validations and saving."""
-
-    def __init__(self, path: Path, tokens_per_step: int) -> None:
-        super().__init__(path)
-        self.tokens_per_step = tokens_per_step
-        self._start: tuple[int, float] | None = None  # step and time of the line before
-        self._line: Record = {}
-
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._start is None:
             self._start = state.global_step, time.perf_counter()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        super().on_step_end(args, state, control)
-        control.should_log |= control.should_evaluate
+        is_last = state.global_step == state.max_steps
+        control.should_log |= control.should_evaluate or is_last
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Record, **_: Any) -> None:
         if "loss" in logs and self._start is not None:
             first_step, start_time = self._start
+            norm = logs["grad_norm"]
             tokens = (state.global_step - first_step) * self.tokens_per_step
             self._line = {
                 "step": state.global_step,
                 "loss": logs["loss"],
                 "validation_loss": None,
+                "grad_norm": norm if math.isfinite(norm) else None,  # float16 overflowed: no step
                 "learning_rate": logs["learning_rate"],
                 "tokens_per_second": round(tokens / (time.perf_counter() - start_time), 1),
             }
             self._start = None
             if not control.should_evaluate:  # otherwise the line waits for the validation
-                self.append(state, self._line)
+                self._append(state)
         elif "eval_loss" in logs:
             loss = logs["eval_loss"]
             self._line["validation_loss"] = loss if math.isfinite(loss) else None
             if validation := record(logs):
                 self._line["validation"] = validation
-            self.append(state, self._line)
+            self._append(state)
+
+    def _append(self, state: TrainerState) -> None:
+        if state.is_world_process_zero:
+            self._log.append(self._line)
 
 
 class ProgressBar(TrainerCallback):

@@ -46,7 +46,7 @@ class Likelihood:
     @property
     def perplexity(self) -> float:
         """exp(nll); infinite where that is beyond a float."""
-        return math.exp(self.nll) if self.nll < 709.0 else math.inf
+        return math.inf if self.nll >= 709.0 else math.exp(self.nll)
 
     def to_dict(self) -> Record:
         """All fields and the perplexity as JSON values."""

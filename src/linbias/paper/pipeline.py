@@ -6,12 +6,11 @@ texts.json has the fingerprints of the texts; scores-*.npz are what a stopped ev
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 
-from linbias._run.files import Record, fingerprint
+from linbias._run.files import fingerprint
 from linbias._run.folders import hold_run_folder, open_run_folder
 from linbias._run.progress import progress_bar
 from linbias.paper.checkpoint import load
@@ -19,21 +18,6 @@ from linbias.paper.prepare import prepare
 from linbias.paper.recipe import Recipe
 from linbias.paper.score import Scores, evaluate
 from linbias.paper.train import PaperMetrics, check_recipe, train
-
-
-@dataclass(frozen=True)
-class PathResults:
-    """What the whole path measured: of the training, and of each evaluation."""
-
-    training: PaperMetrics
-    evaluations: tuple[Scores, ...]
-
-    def to_dict(self) -> Record:
-        """All of it as JSON values."""
-        return {
-            "training": self.training.to_dict(),
-            "evaluations": [evaluation.to_dict() for evaluation in self.evaluations],
-        }
 
 
 def run(
@@ -45,9 +29,10 @@ def run(
     workers: int = 1,
     batch_tokens: int = 16384,
     progress: bool = True,
-) -> PathResults:
+) -> tuple[PaperMetrics, list[Scores]]:
     """Goes from texts to perplexities, at the training length and four times it, without overlap
-    and with a window that slides by half its length; or continues such a run.
+    and with a window that slides by half its length; or continues such a run. Returns what the
+    training measured, and each evaluation.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("run: must run as one process; use paper train for several (torchrun)")
@@ -86,4 +71,4 @@ def run(
                     progress=advance,
                 )
             evaluations.append(evaluation)
-        return PathResults(training=training, evaluations=tuple(evaluations))
+        return training, evaluations

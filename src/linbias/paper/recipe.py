@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +63,19 @@ class Recipe(Checked):
         """Steps of the first cosine."""
         return self.period or max(1, self.steps - self.warmup_steps)
 
+    def learning_rate_after(self, steps: int) -> float:
+        """The learning rate after so many steps: linear warmup, then cosines that restart, each
+        longer by the factor `t_mult` and lower by `shrink` (arXiv 1608.03983).
+        """
+        init, peak, warmup = self.initial_learning_rate, self.learning_rate, self.warmup_steps
+        if steps < warmup:
+            return init + steps * ((peak - init) / warmup)
+        t, period, height = float(steps - warmup), float(self.cosine_period), 1.0
+        while t >= period:
+            t, period, height = t - period, period * self.t_mult, height * self.shrink
+        low, high = self.min_learning_rate * height, peak * height
+        return low + 0.5 * (high - low) * (1 + math.cos(math.pi * t / period))
+
     def lasting(self, steps: int) -> Recipe:
         """The same recipe for another number of steps: warmup and cosine keep their shares."""
         factor = steps / self.steps
@@ -97,7 +111,7 @@ OPTIONS: dict[str, tuple[str, str, Any]] = {
     "seed": ("Fixes weights, order of the text and dropout.", "--seed", 1),
     "validate_steps": ("Steps between validations; 0: none.", "--validate-interval-updates", 0),
     "save_steps": ("Steps between checkpoints.", "--save-interval-updates", 0),
-    "log_steps": ("Steps between lines of log.jsonl.", "--log-interval", 100),
+    "log_steps": ("Steps between lines of history.jsonl.", "--log-interval", 100),
     "device": ("'auto' takes a GPU where there is one; or 'cpu'.", "", None),
 }
 

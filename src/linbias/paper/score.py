@@ -10,7 +10,7 @@ import json
 import math
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 from pathlib import Path
@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from linbias._run.files import Record, check_writable, write_whole
 from linbias._run.folders import list_differences
 from linbias.lm.checkpoints import readable_model
-from linbias.lm.evaluation import computing
+from linbias.lm.evaluation import computing, losses_of
 from linbias.lm.memory import available_bytes
-from linbias.lm.windows import Window, check_tokens, equal_windows, rows_of
+from linbias.lm.windows import Likelihood, Window, check_tokens
 from linbias.paper.blocks import block_order
 from linbias.paper.checkpoint import check_dictionary, load
 from linbias.paper.config import PaperConfig
@@ -38,7 +37,7 @@ _SECONDS_BETWEEN_WRITES = 30.0
 
 
 @dataclass(frozen=True)
-class Scores:
+class Scores(Likelihood):
     """What `score` measured: log_probs are those of all ids in nats, in the order of the text."""
 
     log_probs: NDArray[np.float32]
@@ -53,14 +52,14 @@ class Scores:
         return len(self.log_probs)
 
     @property
-    def loss_base2(self) -> float:
-        """Mean bits per id, summed in float64."""
-        return float(-self.log_probs.mean(dtype=np.float64) / math.log(2.0))
+    def nll(self) -> float:  # type: ignore[override]
+        """Mean nats per id, summed in float64."""
+        return float(-self.log_probs.mean(dtype=np.float64))
 
     @property
-    def perplexity(self) -> float:
-        """2^loss_base2; infinite where that is beyond a float."""
-        return math.inf if self.loss_base2 >= 1024.0 else 2.0**self.loss_base2
+    def loss_base2(self) -> float:
+        """Mean bits per id."""
+        return self.nll / math.log(2.0)
 
     def to_dict(self) -> Record:
         """All but the ids' own scores, as JSON values."""
@@ -123,8 +122,9 @@ def score(
     start_time = last_write = time.perf_counter()
     try:
         with computing(model, device=None, precision=None, longest=length) as memory:
-            for inputs, targets in _batches(model, ids, equal_windows(missing, batch_tokens)):
-                scored = model.log_probs(inputs, targets).flatten().float().cpu().numpy()
+            stream = np.concatenate([[model.config.eos_token_id], ids])
+            for losses, _ in losses_of(model, stream, missing, batch_tokens):
+                scored = -losses.flatten().float().cpu().numpy()
                 log_probs[num_done : num_done + len(scored)] = scored
                 num_done += len(scored)
                 is_due = time.perf_counter() - last_write > _SECONDS_BETWEEN_WRITES
@@ -171,16 +171,6 @@ def evaluate(
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     length = model.config.train_length if length is None else length
     return replace(score(model, ids.tokens, length=length, **options), split=split)
-
-
-def _batches(
-    model: PaperForCausalLM, ids: NDArray[Any], batches: Iterable[list[Window]]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of equal windows: inputs [rows, width], and targets [rows, keep] of their ends."""
-    stream = np.concatenate([[model.config.eos_token_id], ids])
-    for batch in batches:
-        rows = rows_of(stream, batch, model.device)
-        yield rows[:, :-1], rows[:, -batch[0].keep :]
 
 
 def _check(

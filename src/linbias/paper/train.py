@@ -1,9 +1,10 @@
-"""Trains the paper's models, with recipe.json, log.jsonl and the best model so far in a folder.
+"""Trains the paper's models: recipe.json, history.jsonl and the best model so far in a folder.
 
 Batches and dropout are pure functions of the seed and the step: a run that is killed at any moment
 and started again ends, on the same machine, with the very weights of an unbroken one.
 """
 
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -19,14 +20,14 @@ from linbias._run.files import Record, fingerprint
 from linbias._run.folders import open_run_folder
 from linbias._run.processes import num_processes, rank
 from linbias.lm.loop import Run, TrainingMetrics, uses_cpu
-from linbias.lm.watch import FiniteLoss, ProgressBar
+from linbias.lm.watch import ProgressBar
 from linbias.models.fields import MAXIMA, own_fields
 from linbias.paper.blocks import Batches, batch_order, blocks
 from linbias.paper.checkpoint import add_words
 from linbias.paper.config import PaperConfig
 from linbias.paper.model import PaperForCausalLM
 from linbias.paper.recipe import Recipe
-from linbias.paper.step import LogFile, PaperTrainer, SeedEachStep, in_bits
+from linbias.paper.step import PaperTrainer, SeedEachStep
 from linbias.paper.store import read_data
 
 
@@ -142,15 +143,14 @@ class PaperRun(Run):
         open_run_folder(path, identity, "train", may_change=may_change)
 
     def watchers(self, bar: ProgressBar) -> list[TrainerCallback]:
-        seeds = SeedEachStep(self.settings.seed, rank() % self.settings.context_parallel)
-        return [seeds, LogFile(self.output / "log.jsonl"), FiniteLoss(), bar]
+        return [SeedEachStep(self.settings.seed, rank() % self.settings.context_parallel)]
 
     def trainer(self, callbacks: list[TrainerCallback]) -> PaperTrainer:
         recipe = self.settings
         set_seed(recipe.seed)
         return PaperTrainer(
-            recipe,
-            self.publish,
+            self,
+            data_collator=lambda batches: batches[0],
             model=PaperForCausalLM(self.config),
             args=self.arguments(
                 per_device_train_batch_size=1,  # an item of `Batches` is a whole batch
@@ -161,11 +161,13 @@ class PaperRun(Run):
                 logging_steps=recipe.log_steps,
                 use_cache=True,  # of the saved model; training makes no cache
             ),
-            pieces=self.sharing.group,
             train_dataset=self.batches,
             eval_dataset=self._validation_batches() if "valid" in self.splits else None,
             callbacks=callbacks,
         )
+
+    def schedule(self, steps: int) -> float:
+        return self.settings.learning_rate_after(steps)
 
     def _validation_batches(self) -> Batches:
         """One pass in the order of the text; all who read score one batch of every "step"."""
@@ -189,9 +191,15 @@ class PaperRun(Run):
     def losses(self, state: TrainerState) -> Record:
         """The last training loss, and the best validation loss and when it was."""
         logs = state.log_history
-        losses = in_bits([log["loss"] for log in logs if "loss" in log][-1])
+        losses = _in_bits([log["loss"] for log in logs if "loss" in log][-1])
         validated = [(log["eval_loss"], log["step"]) for log in logs if "eval_loss" in log]
         if validated:
             best, step = min(validated)
-            losses |= {**in_bits(best, "valid_"), "best_step": step}
+            losses |= {**_in_bits(best, "valid_"), "best_step": step}
         return losses
+
+
+def _in_bits(nats: float, prefix: str = "") -> Record:
+    """A loss in bits, and 2 to the power of it or the largest power of two that is a float."""
+    bits = nats / math.log(2)
+    return {f"{prefix}loss_base2": bits, f"{prefix}ppl": 2.0 ** min(bits, 1023.0)}
