@@ -34,7 +34,7 @@ from linbias.models import (
     fuse,
 )
 from linbias.models.decoder.config import BLOCKS
-from linbias.models.decoder.packing import find_packing
+from linbias.models.decoder.rows import find_texts
 from small_models import (
     assert_same,
     both_families,
@@ -80,8 +80,8 @@ def test_numbers_that_count_on_are_no_packing() -> None:
     assert output.past_key_values is not None
     assert_same(output.logits[0], expected.logits[0])
     assert_same(output.logits[1, 5:], expected.logits[1, 5:])
-    (jump,) = find_packing(torch.tensor([[0, 1, 5, 6]]), None).groups  # forwards, too
-    assert jump.rows.tolist() == [[0, 1], [2, 3]]
+    (jump,) = find_texts(torch.tensor([[0, 1, 5, 6]]), None)  # forwards, too
+    assert jump.places.tolist() == [[0, 1], [2, 3]]
     # Rotary scores see distances alone (angles are float32); sinusoids see where a text starts.
     moved = model(ids, mask, numbers + 7).logits[0]
     torch.testing.assert_close(moved, expected.logits[0], rtol=1e-4, atol=1e-4)

@@ -34,7 +34,7 @@ from linbias.models import (
 )
 from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
 from linbias.models.decoder.config import ENCODER_POSITIONS, POSITIONS
-from linbias.models.decoder.packing import find_packing
+from linbias.models.decoder.rows import find_texts
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
 from small_models import GREEDY, VOCAB, assert_near, assert_same, build, settings, tokens
 
@@ -294,7 +294,7 @@ def test_packed_rows_may_have_holes() -> None:
         assert_same(found.logits[mask == 1], expected)
         whole = found.attentions[0][0].sum(-1)[:, mask[0] == 1]
         assert_same(whole, torch.ones_like(whole))
-    assert find_packing(torch.arange(10)[None], mask != 0) is None
+    assert find_texts(torch.arange(10)[None], mask != 0) is None
 
 
 @torch.no_grad()

@@ -268,7 +268,7 @@ class Decoder(DecoderPreTrainedModel):
             attention_mask, position_ids, embedded, past_key_values, bool(use_cache)
         )
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and layout.packing is None
+            use_cache = self.config.use_cache and not self.training and not layout.is_packed
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
             use_growing_layers(past_key_values)

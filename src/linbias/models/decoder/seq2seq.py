@@ -24,7 +24,6 @@ from transformers.utils import can_return_tuple
 from linbias.models.decoder import decoder
 from linbias.models.decoder.cache import CACHE, takes_cache
 from linbias.models.decoder.config import LinbiasSeq2SeqConfig
-from linbias.models.decoder.holes import take
 from linbias.models.decoder.layout import TokenLayout, read_attention_mask
 from linbias.models.decoder.linbias import (
     FeedForward,
@@ -33,6 +32,7 @@ from linbias.models.decoder.linbias import (
     SelfAttention,
 )
 from linbias.models.decoder.positions import Position, make_position
+from linbias.models.decoder.rows import Rows, put_weights_back
 from linbias.torch import attention, attention_weights
 from linbias.torch.constant import constant
 from linbias.torch.operators.values import readable
@@ -65,16 +65,15 @@ class CrossAttention(nn.Module):
         """Return what hidden [B, T, hidden_size] gathers, and weights [B, H, T, S], if asked."""
         q = self._heads(self.q(hidden))
         k, v = self._keys_and_values(memory, past_key_values)
-        num_keys, holes = k.shape[2], memory_layout.holes
-        if holes is not None:
-            k, v = take(k, holes.keys), take(v, holes.keys)
+        size, rows = (len(q), q.shape[2], k.shape[2]), memory_layout.keys[0]
+        k, v = rows.take(k), rows.take(v)
         flat = constant(self.no_slopes, torch.promote_types(q.dtype, torch.float32), q.device)
-        seen: Any = {"causal": False, "key_range": memory_layout.key_range}
+        seen: Any = {"causal": False, "key_range": rows.span}
         how: Any = {"dropout": self.dropout if self.training else 0.0, **seen}
         gathered = attention(q, k, v, flat, implementation=self.implementation, **how)
         weights = attention_weights(q, k, flat, **seen) if need_weights else None
-        if holes is not None and weights is not None:
-            weights = holes.put_keys_back(weights, num_keys)
+        if weights is not None:
+            weights = put_weights_back([weights], (Rows(),), (rows,), size)
         return self.out(gathered.transpose(1, 2).flatten(2)), weights
 
     def _keys_and_values(
