@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from contract import rows
 from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
 from small_models import assert_same, both_families, build, every_position, settings, tokens
 
@@ -108,20 +107,6 @@ SHAPE = r"have shape \[B, S\]"
 def test_gaps_and_other_shapes_are_refused(mask: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=rf"^model: attention_mask must {message}"):
         read_attention_mask("model", mask, torch.zeros(2, 3), num_cached=2)
-
-
-@pytest.mark.parametrize("position", rows("alibi", ("alibi",), ("t5",), ("learned",)))
-@torch.no_grad()
-def test_padded_batches_compile_into_one_graph(position: str) -> None:
-    """Reading a value of the mask would break it in two."""
-    torch._dynamo.reset()
-    model = build(position=position, attention_implementation="dense")
-    ids, mask = tokens(3, 9), torch.ones(3, 9)
-    mask[1, :4] = 0
-    mask[2, 5:] = 0
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    logits = compiled(ids, mask, use_cache=False).logits
-    assert_same(logits[mask == 1], model(ids, mask).logits[mask == 1])
 
 
 def test_a_graph_that_allows_no_holes_refuses_them_when_it_runs() -> None:

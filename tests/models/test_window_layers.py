@@ -365,7 +365,7 @@ class Orders(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(500, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("examples", [10, pytest.param(200, marks=pytest.mark.thorough)])
 def test_whatever_is_asked_of_it_in_whatever_order(examples, monkeypatch):
     monkeypatch.setattr(dropped_keys, "_CHUNK", 16)
     for module in (window_layer, pool, near_keys, certificate):

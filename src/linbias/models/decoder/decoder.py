@@ -299,15 +299,13 @@ class Decoder(DecoderPreTrainedModel):
             hidden, *found = layer(*given, past_key_values=cache)
             weights.append(tuple(found))
         hidden = self.after_layers(hidden)
-        own, cross = (
-            (*zip(*weights, strict=True), None)[:2] if layout.need_weights else (None,) * 2
-        )
+        own, *cross = zip(*weights, strict=True) if layout.need_weights else (None,)
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=hidden,
             **{CACHE: cache},
             hidden_states=(*states, hidden) if output_hidden_states else None,
             attentions=own,
-            cross_attentions=cross,
+            cross_attentions=cross[0] if cross else None,
         )
 
     def _read_mask(

@@ -218,7 +218,8 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
                 input_ids,
                 attention_mask,
                 inputs_embeds=inputs_embeds,
-                **dict(zip(Asked.__annotations__, (None, *given), strict=True)),
+                output_attentions=given[0],
+                output_hidden_states=given[1],
                 return_dict=True,
             )
         elif not isinstance(encoded, BaseModelOutput):

@@ -66,7 +66,7 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.unflatten(-1, (-1, self.head_size)) for x in (q, k, v))
         position, dropout = self.position, self.dropout if self.training else 0.0
-        (queries,), (keys,) = layout.queries[:1], layout.keys[:1]
+        queries, keys = layout.queries[0], layout.keys[0]
         out: Any
         weights = None
         if q.dim() == 4:
