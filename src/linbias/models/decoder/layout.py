@@ -258,8 +258,8 @@ def _layout(
     num_before, index = is_token.cumsum(-1), index.expand(B, T)  # tokens up to each place
     positions = (num_before.gather(1, index) - 1).clamp(min=0)
     if may_have_holes:
-        rows = is_token.gather(1, index), is_token
-        return TokenLayout(positions, *((Rows.in_order(x),) for x in rows))
+        queries, keys = Rows.in_order(is_token.gather(1, index)), Rows.in_order(is_token)
+        return TokenLayout(positions, (queries,), (keys,))
     first = (num_before == 0).sum(-1)
     span = torch.stack([first, first + is_token.sum(-1)], dim=-1)
     return TokenLayout(positions, (Rows(span - num_cached),), (Rows(span),))

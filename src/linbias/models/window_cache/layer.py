@@ -89,8 +89,8 @@ class WindowLayer(NearKeys, AttendingLayer):
                 "WindowCache: output_attentions must be off: "
                 "the weights of dropped keys are not kept"
             )
-        if self.is_initialized and len(q) != (rows := len(self.pool.keys)):
-            raise ValueError(f"WindowCache: batch must have {rows} rows as before, got {len(q)}")
+        if self.is_initialized and len(q) != (size := len(self.pool.keys)):
+            raise ValueError(f"WindowCache: batch must have {size} rows as before, got {len(q)}")
         rows, end = layout.keys[0], self.seen + q.shape[2]
         if rows.places is not None:
             raise ValueError(
