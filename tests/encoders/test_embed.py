@@ -124,19 +124,25 @@ def test_a_span_holds_each_token_of_which_it_has_a_character(words_encoder: Path
     [
         ("Near. Far away!  Where?\n", ["Near.", "Far away!", "Where?"]),
         ("no stop at all", ["no stop at all"]),
-        ('He said "Stop!" and left. (Really.) \u201cYes.\u201d Well... OK', [
-            'He said "Stop!" and left.', "(Really.)", "\u201cYes.\u201d", "Well...", "OK"]),
-        ("As J. S. Bach wrote, e.g. here, 3.14 etc. of it.", [
-            "As J. S. Bach wrote, e.g. here, 3.14 etc. of it."]),
+        (
+            'He said "Stop!" and left. (Really.) \u201cYes.\u201d Well... OK',
+            ['He said "Stop!" and left.', "(Really.)", "\u201cYes.\u201d", "Well...", "OK"],
+        ),
+        (
+            "As J. S. Bach wrote, e.g. here, 3.14 etc. of it.",
+            ["As J. S. Bach wrote, e.g. here, 3.14 etc. of it."],
+        ),
         ("1. One line\nwraps here. 2. Two", ["1. One line\nwraps here.", "2. Two"]),
         ("A heading\n\nits text.\r\n \r\nmore", ["A heading", "its text.", "more"]),
-        ("\u8fd1\u3044\u3002\u300c\u9060\u3044\uff01\u300d\u306f\u3044", [
-            "\u8fd1\u3044\u3002", "\u300c\u9060\u3044\uff01\u300d", "\u306f\u3044"]),
+        (
+            "\u8fd1\u3044\u3002\u300c\u9060\u3044\uff01\u300d\u306f\u3044",
+            ["\u8fd1\u3044\u3002", "\u300c\u9060\u3044\uff01\u300d", "\u306f\u3044"],
+        ),
         ("\u092f\u0939\u0964 \u0935\u0939\u0964", ["\u092f\u0939\u0964", "\u0935\u0939\u0964"]),
         (f"{LONG}a{LONG}", [f"{LONG}a{LONG}".rstrip()]),
     ],
     ids=range(9),
-)  # fmt: skip
+)
 def test_sentences(text: str, expected: list[str]) -> None:
     assert [text[begin:end] for begin, end in sentences(text)] == expected
 
@@ -207,7 +213,7 @@ WAYS = "spans must be 'sentences', a number of tokens"
         (lambda text: [(4, 5)], ValueError, r"spans must hold a token, got \(4, 5\) of doc.* 0"),
         ([[(4, 5)], [(0, 3)]], ValueError, r"spans must hold a token, got \(4, 5\) of doc.* 0"),
     ],
-)  # fmt: skip
+)
 def test_refused_spans(
     words_encoder: Path, spans: Any, error: type[Exception], message: str
 ) -> None:

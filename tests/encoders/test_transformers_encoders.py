@@ -282,7 +282,7 @@ def test_split_over_devices(tmp_path: Path) -> None:
     expected = model(ids, attention_mask=mask).logits
     assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
     layout = read_attention_mask("model", mask, ids, 0).to("meta", non_blocking=True)
-    assert layout.key_range.is_meta and layout.is_token.is_meta and layout.positions.is_meta
+    assert layout.keys[0].span.is_meta and layout.positions.is_meta
 
 
 @pytest.mark.thorough

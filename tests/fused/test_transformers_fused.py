@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,9 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     CompileConfig,
-    FalconConfig,
     FalconForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MptConfig,
-    MptForCausalLM,
     StaticCache,
 )
 from transformers.models.falcon import modeling_falcon
@@ -30,26 +28,17 @@ from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse, install, loa
 from linbias.models.decoder import positions
 from linbias.models.decoder.cache import key_bound
 from linbias.models.fused import FAMILIES
-from small_models import GREEDY, RELEASED, needs_released, start_checkpointing
+from small_models import GREEDY, RELEASED, existing, needs_released, start_checkpointing
 
 VOCABULARY = 97
 SIZES = {"vocab_size": VOCABULARY, "initializer_range": 0.3}
 # Heads that are no power of two; keys and values of their own, shared by all, shared by three.
-FALCON = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "alibi": True}
+bloom, falcon = (partial(existing, x, 6, vocab_size=VOCABULARY) for x in ("bloom", "falcon"))
 
 
-def bloom(**options: Any) -> BloomForCausalLM:
-    return BloomForCausalLM(BloomConfig(hidden_size=48, n_head=6, n_layer=2, **SIZES, **options))
-
-
-def mpt(max_bias: int = 8, **options: Any) -> MptForCausalLM:
+def mpt(max_bias: int = 8, **options: Any) -> Any:
     attention = {"alibi": True, "alibi_bias_max": max_bias, **options}
-    sizes = {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 40}
-    return MptForCausalLM(MptConfig(**sizes, **SIZES, use_cache=True, attn_config=attention))
-
-
-def falcon(**options: Any) -> FalconForCausalLM:
-    return FalconForCausalLM(FalconConfig(**(FALCON | SIZES | options)))
+    return existing("mpt", 6, vocab_size=VOCABULARY, attn_config=attention)
 
 
 MODELS = {
@@ -126,10 +115,10 @@ def test_logits(make: Any, padded: str, exact_reference: None) -> None:
 
 
 # 12 heads have slopes that are no powers of two, which bfloat16 rounds.
-FALCON_OF_TWELVE = {"new_decoder_architecture": True, "num_kv_heads": 2, "num_attention_heads": 12}
+WIDE = {"vocab_size": VOCABULARY, "new_decoder_architecture": True, "num_kv_heads": 2}
 
 
-@pytest.mark.parametrize("make", [bloom, lambda: falcon(**FALCON_OF_TWELVE)])
+@pytest.mark.parametrize("make", [bloom, partial(existing, "falcon", 12, **WIDE)])
 @torch.no_grad()
 def test_rounding_of_the_checkpoint(make: Any) -> None:
     reference, fused = pair(make, rounding="checkpoint")

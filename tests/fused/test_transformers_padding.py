@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from contract import rows
 from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
 from small_models import assert_same, both_families, build, every_position, settings, tokens
 
@@ -18,6 +17,11 @@ def read(mask: list[list[int]], num_cached: int = 0, **options: Any) -> TokenLay
     mask = torch.tensor(mask)
     ids = torch.zeros(len(mask), mask.shape[1] - num_cached)
     return read_attention_mask("model", mask, ids, num_cached, **options)
+
+
+def start_of(layout: TokenLayout) -> list[int] | None:
+    start = layout.keys[0].start_of(layout.queries[0])
+    return None if start is None else start.tolist()
 
 
 @pytest.mark.parametrize(
@@ -37,9 +41,9 @@ def test_each_kind_of_padding(
     row: list[int], range_: list[int] | None, positions: list[int], num_cached: int
 ) -> None:
     padding = read([row, [0, 0, 0, 1, 1]], num_cached)
-    first, end = padding.key_range[0].tolist()
+    first, end = padding.keys[0].span[0].tolist()
     assert [first, end] == range_ or (range_ is None and first == end)
-    assert padding.query_start.tolist() == [num_cached] * 2
+    assert start_of(padding) == [num_cached] * 2
     assert padding.positions[0].tolist() == positions[num_cached:]
 
 
@@ -50,7 +54,7 @@ def test_a_mask_may_be_as_long_as_the_room_of_a_static_cache() -> None:
     assert longer.shape == (2, 7) and fill_room(None, cache) is None
     ids = torch.zeros(2, 2)
     whole = read_attention_mask("model", longer, ids, 1, has_room=True)
-    assert torch.equal(whole.is_token, mask == 1)
+    assert torch.equal(whole.keys[0].is_token(mask, 3), mask == 1)
     shape = r"attention_mask must have shape \[B, S\] = "
     for options in ({}, {"has_room": True}):
         with pytest.raises(ValueError, match=rf"{shape}\[2, 9\]"):
@@ -62,29 +66,30 @@ def test_a_mask_may_be_as_long_as_the_room_of_a_static_cache() -> None:
 def test_rows_with_holes_have_an_order_in_which_tokens_stand_together() -> None:
     layout = read([[0, 1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1, 0]], 2, allows_holes=True)
     assert layout.positions.tolist() == [[1, 1, 1, 2, 3], [2, 3, 4, 5, 5]]
-    assert layout.key_range.tolist() == [[0, 4], [0, 6]]
-    assert layout.query_start.tolist() == [1, 2]
-    assert layout.holes.keys.tolist() == [[1, 2, 5, 6, 0, 3, 4], [*range(7)]]
-    assert layout.holes.queries.tolist() == [[0, 3, 4, 1, 2], [*range(5)]]
+    assert layout.keys[0].span.tolist() == [[0, 4], [0, 6]]
+    assert start_of(layout) == [1, 2]
+    assert layout.keys[0].places.tolist() == [[1, 2, 5, 6, 0, 3, 4], [*range(7)]]
+    assert layout.queries[0].places.tolist() == [[0, 3, 4, 1, 2], [*range(5)]]
     last = layout.last_queries(2)
-    assert last.query_start.tolist() == [2, 5]
-    assert last.holes.queries.tolist() == [[0, 1], [0, 1]]
+    assert start_of(last) == [2, 5]
+    assert last.queries[0].places[0].tolist() == [0, 1]
+    assert last.queries[0].places[1, 0] == 0 and last.queries[0].span.tolist() == [[0, 2], [0, 1]]
     # Without a hole there is nothing to put in order, in eager mode.
-    assert read([[0, 1, 1, 1, 0], [1] * 5], allows_holes=True).holes is None
+    assert read([[0, 1, 1, 1, 0], [1] * 5], allows_holes=True).keys[0].places is None
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(2, 5), torch.full((2, 5), True)])
 def test_without_padding_there_is_no_range(mask: Tensor | None) -> None:
     padding = read_attention_mask("model", mask, torch.zeros(2, 3), num_cached=2)
-    assert padding.key_range is None and padding.query_start is None
+    assert padding.are_last and start_of(padding) is None
     assert padding.positions.tolist() == [[2, 3, 4]]
 
 
 def test_the_last_queries_stand_where_they_stood() -> None:
     padding = read([[0, 1, 1, 1], [1, 1, 1, 0]]).last_queries(2)
     assert padding.positions.tolist() == [[1, 2], [2, 2]]
-    assert padding.query_start.tolist() == [2, 2]
-    assert padding.key_range.tolist() == [[1, 4], [0, 3]]
+    assert start_of(padding) == [2, 2]
+    assert padding.keys[0].span.tolist() == [[1, 4], [0, 3]]
 
 
 RUN = r"mark one unbroken run of tokens per row, got"
@@ -104,27 +109,13 @@ def test_gaps_and_other_shapes_are_refused(mask: Tensor, message: str) -> None:
         read_attention_mask("model", mask, torch.zeros(2, 3), num_cached=2)
 
 
-@pytest.mark.parametrize("position", rows("alibi", ("alibi",), ("t5",), ("learned",)))
-@torch.no_grad()
-def test_padded_batches_compile_into_one_graph(position: str) -> None:
-    """Reading a value of the mask would break it in two."""
-    torch._dynamo.reset()
-    model = build(position=position, attention_implementation="dense")
-    ids, mask = tokens(3, 9), torch.ones(3, 9)
-    mask[1, :4] = 0
-    mask[2, 5:] = 0
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    logits = compiled(ids, mask, use_cache=False).logits
-    assert_same(logits[mask == 1], model(ids, mask).logits[mask == 1])
-
-
 def test_a_graph_that_allows_no_holes_refuses_them_when_it_runs() -> None:
     torch._dynamo.reset()
     ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def key_range(mask: Tensor) -> Tensor | None:
-        return read_attention_mask("model", mask, ids, 0).key_range
+        return read_attention_mask("model", mask, ids, 0).keys[0].span
 
     mask[1, :4] = 0
     assert key_range(mask).tolist() == [[0, 9], [4, 9]]

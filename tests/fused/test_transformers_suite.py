@@ -430,7 +430,9 @@ def has_ours(program: torch.export.ExportedProgram) -> bool:
 @pytest.mark.filterwarnings("ignore")
 @each_family
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
-def test_virtual_tokens(family: str, kind: str) -> None:
+@pytest.mark.parametrize("mask", [torch.ones_like(IDS), LEFT], ids=["whole", "padded"])
+def test_virtual_tokens(family: str, kind: str, mask: Tensor) -> None:
+    """Padding on the left of a text is a hole behind them."""
     peft = pytest.importorskip("peft", exc_type=ImportError)
     # Not Falcon's with shared keys: PEFT's prefix has keys for each query head.
     own = {"num_kv_heads": 4} if family == "falcon" else {}
@@ -438,15 +440,17 @@ def test_virtual_tokens(family: str, kind: str) -> None:
     sizes = {"num_layers": 2, "num_attention_heads": 4, "token_dim": 32}
     config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **sizes)
     tuned = peft.get_peft_model(model, config)
-    mask = torch.ones_like(IDS)
+    labels = IDS.masked_fill(mask == 0, -100)
+    labels[:, 1:].masked_fill_(mask[:, :-1] == 0, -100)  # which padding would have to tell
     answers = []
     for change in (lambda model: model, fuse):
         change(model)
         tuned.zero_grad()
-        out = tuned(IDS, attention_mask=mask, labels=IDS)
+        out = tuned(IDS, attention_mask=mask, labels=labels)
         out.loss.backward()
         written = tuned.eval().generate(input_ids=IDS, attention_mask=mask, **GENERATED)
-        answers.append((out.logits, gradients(tuned).clone(), written))
+        shown = tokens(out.logits[:, -12:], mask)  # prompt tuning has logits of its own
+        answers.append((shown, gradients(tuned).clone(), written))
     assert_equal(*reversed(answers))
 
 

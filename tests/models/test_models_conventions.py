@@ -1,6 +1,5 @@
 """What users of Transformers expect of any causal model: packed batches, caches, collators."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,29 +12,17 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoTokenizer,
-    BloomConfig,
-    BloomForCausalLM,
     DataCollatorForLanguageModeling,
-    DataCollatorWithFlattening,
-    FalconConfig,
-    FalconForCausalLM,
-    MptConfig,
-    MptForCausalLM,
     PreTrainedModel,
     StaticCache,
 )
 
 from linbias.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
-from linbias.models import (
-    LinbiasBertConfig,
-    LinbiasBertModel,
-    LinbiasForConditionalGeneration,
-    LinbiasSeq2SeqConfig,
-    fuse,
-)
+from linbias.models import fuse
 from linbias.models.decoder.config import BLOCKS
-from linbias.models.decoder.packing import find_packing
+from linbias.models.decoder.rows import find_texts
 from small_models import (
+    EXISTING,
     assert_same,
     both_families,
     build,
@@ -46,28 +33,9 @@ from small_models import (
     paper_tokens,
     tokens,
 )
+from test_models_fields import SUBJECTS
 
 pytestmark = pytest.mark.usefixtures("same_start")
-
-
-@both_families
-@torch.no_grad()
-def test_a_packed_batch_equals_its_texts_one_by_one(make: Any, position: str, draw: Any) -> None:
-    model: PreTrainedModel = make(position=position, num_hidden_layers=1)
-    texts = [draw(n).clamp(min=2) for n in (5, 1, 9, 5)]  # <pad>, 1, is not scored
-    batch = DataCollatorWithFlattening()([{"input_ids": text.tolist()} for text in texts])
-    labels = batch.pop("labels")
-    output = model(**batch)
-    assert output.logits.shape[:2] == (1, 20) and output.past_key_values is None
-    alone = [model(text[None]).logits for text in texts]
-    assert_same(output.logits, torch.cat(alone, dim=1))
-    losses = [
-        model(text[None], labels=text[None]).loss * (len(text) - 1)
-        for text in texts
-        if len(text) > 1
-    ]
-    loss = model(**batch, labels=labels).loss.item()
-    assert loss == pytest.approx(sum(losses).item() / 16, rel=1e-5)
 
 
 @torch.no_grad()
@@ -80,24 +48,14 @@ def test_numbers_that_count_on_are_no_packing() -> None:
     assert output.past_key_values is not None
     assert_same(output.logits[0], expected.logits[0])
     assert_same(output.logits[1, 5:], expected.logits[1, 5:])
-    (jump,) = find_packing(torch.tensor([[0, 1, 5, 6]]), None).groups  # forwards, too
-    assert jump.rows.tolist() == [[0, 1], [2, 3]]
+    (jump,) = find_texts(torch.tensor([[0, 1, 5, 6]]), None)  # forwards, too
+    assert jump.places.tolist() == [[0, 1], [2, 3]]
     # Rotary scores see distances alone (angles are float32); sinusoids see where a text starts.
     moved = model(ids, mask, numbers + 7).logits[0]
     torch.testing.assert_close(moved, expected.logits[0], rtol=1e-4, atol=1e-4)
     shifted = build(position="sinusoidal")
     moved = shifted(ids[:1], None, numbers[:1] + 7).logits
     assert not torch.allclose(moved, shifted(ids[:1]).logits)
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo, where a graph breaks
-def test_a_compiled_model_reads_packed_batches() -> None:
-    """Where a text starts is data: the graph breaks there, and the numbers are the same."""
-    model = build(num_hidden_layers=1)
-    batch = DataCollatorWithFlattening()([{"input_ids": tokens(n).tolist()} for n in (5, 9)])
-    compiled = torch.compile(model, backend="eager")
-    assert_same(compiled(**batch).logits, model(**batch).logits)
 
 
 def test_position_numbers_are_refused_while_a_model_is_exported() -> None:
@@ -246,24 +204,21 @@ def test_a_token_that_is_added_for_padding_fits_after_resizing(tmp_path: Path) -
         build_paper().resize_token_embeddings(90)
 
 
-SIZES = {"vocab_size": 50, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+SHARDED = {
+    **{block: partial(build, block=block) for block in BLOCKS},
+    **{
+        family: SUBJECTS[family][1]
+        for family in SUBJECTS
+        if "-v2" not in family and " " not in family
+    },
+}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(partial(build, block=block) for block in BLOCKS),
-        build_paper,
-        lambda: LinbiasForConditionalGeneration(LinbiasSeq2SeqConfig(**SIZES)),
-        lambda: LinbiasBertModel(LinbiasBertConfig(**SIZES, intermediate_size=48)),
-        lambda: fuse(BloomForCausalLM(BloomConfig(n_layer=2, n_head=4, hidden_size=32))),
-        lambda: fuse(FalconForCausalLM(FalconConfig(**SIZES, alibi=True))),
-        lambda: fuse(MptForCausalLM(MptConfig(n_layers=2, n_heads=4, d_model=32))),
-    ],
-    ids=[*BLOCKS, "paper", "seq2seq", "encoder", "bloom", "falcon", "mpt"],
-)
-def test_sharding_finds_the_blocks(make: Callable[[], PreTrainedModel]) -> None:
-    model = make()
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharding_finds_the_blocks(name: str) -> None:
+    model = SHARDED[name]()
+    if name in EXISTING:
+        fuse(model)
     policy = "transformer_based_wrap"
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=policy)
     is_block = fsdp2_prepare_auto_wrap_policy(plugin, model)

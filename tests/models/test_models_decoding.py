@@ -175,9 +175,3 @@ def test_generating_ends_with_a_stop_string(make: Any, tmp_path: Path) -> None:
     ended = model.generate(ids, **how, stop_strings=[stop], tokenizer=words)[0]
     assert torch.equal(ended, whole[: len(ended)]) and len(ended) < len(whole)
     assert stop in words.decode(ended[2:]) and stop not in words.decode(ended[2:-1])
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_continuous_batching_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match=r"^LinbiasForCausalLM: generate_batch, .* is not built"):
-        build().generate_batch([[5, 6, 7], [8, 9]], max_new_tokens=3)

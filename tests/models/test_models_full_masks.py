@@ -1,5 +1,6 @@
 """Full masks [B, 1, T, S], of draft trees: each branch as that branch decoded by itself."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,8 +8,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
-from linbias.models import LinbiasForMaskedLM, WindowCache
-from small_models import assert_same, both_families, build, settings, tokens
+from linbias.models import LinbiasForMaskedLM, WindowCache, unfuse
+from small_models import (
+    assert_near,
+    assert_same,
+    both_families,
+    build,
+    each_existing,
+    fused,
+    settings,
+    tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -69,6 +79,29 @@ def test_each_branch_is_read_as_if_alone(
         assert_same(whole.logits[:, PROMPT + i], expected)
         assert_same(behind.logits[:, i], expected)
     assert_same(kept, whole.logits[:, -2:])
+
+
+@each_existing
+@pytest.mark.parametrize("rounding", ["exact", "checkpoint"])
+@torch.no_grad()
+def test_each_branch_of_a_fused_model_is_read_as_if_alone(family: str, rounding: Any) -> None:
+    seen, numbers, branches = tree(TREES["depth first"])
+    model, ids = fused(family, rounding=rounding), tokens(2, len(numbers))
+    mask, steps = seen[None, None], numbers[None]
+    whole = model(ids, attention_mask=mask, position_ids=steps, output_attentions=True)
+    assert not whole.attentions[1].masked_select(~mask).any()
+    cache = model(ids[:, :PROMPT], use_cache=True).past_key_values
+    numeric = as_numbers(mask[:, :, PROMPT:], torch.finfo(torch.float32).min)
+    given = {"attention_mask": numeric, "position_ids": steps[:, PROMPT:]}
+    behind = model(ids[:, PROMPT:], past_key_values=cache, **given).logits
+    assert cache.get_seq_length() == len(numbers)
+    reference = unfuse(copy.deepcopy(model)).float()  # of Transformers; Falcon's rounds slopes
+    for i, branch in enumerate(branches):
+        expected = alone(model, ids, branch)
+        assert_same(whole.logits[:, PROMPT + i], expected)
+        assert_same(behind[:, i], expected)
+        if family != "falcon":
+            assert_near(whole.logits[:, PROMPT + i], alone(reference, ids, branch), 1e-4)
 
 
 @each_tree

@@ -12,17 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    DynamicCache,
-    FalconConfig,
-    FalconForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-    PreTrainedModel,
-    StaticCache,
-)
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from contract import rows
 from linbias.models import (
@@ -34,9 +24,20 @@ from linbias.models import (
 )
 from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
 from linbias.models.decoder.config import ENCODER_POSITIONS, POSITIONS
-from linbias.models.decoder.packing import find_packing
+from linbias.models.decoder.rows import find_texts
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
-from small_models import GREEDY, VOCAB, assert_near, assert_same, build, settings, tokens
+from small_models import (
+    EXISTING,
+    GREEDY,
+    VOCAB,
+    assert_near,
+    assert_same,
+    build,
+    each_existing,
+    existing,
+    settings,
+    tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("same_start")
 # A hole in the middle, at the left end and in the middle, two holes, none.
@@ -49,25 +50,6 @@ MASK = torch.tensor(
     ]
 )
 SHOWN = MASK.bool()
-SIZES = {"vocab_size": VOCAB, "initializer_range": 0.3}
-FALCON = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "alibi": True}
-
-
-def make(family: str) -> PreTrainedModel:
-    """A model of Transformers, whose slopes Falcon rounds without loss."""
-    model: Any = {
-        "bloom": lambda: BloomForCausalLM(
-            BloomConfig(hidden_size=32, n_head=4, n_layer=2, **SIZES)
-        ),
-        "falcon": lambda: FalconForCausalLM(FalconConfig(**FALCON, **SIZES)),
-        "mpt": lambda: MptForCausalLM(
-            MptConfig(d_model=32, n_heads=4, n_layers=2, use_cache=True, **SIZES)
-        ),
-    }[family]()
-    return model.eval()
-
-
-each_family = pytest.mark.parametrize("family", ("bloom", "falcon", "mpt"))
 
 
 def in_index(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
@@ -95,20 +77,20 @@ def alone(model: Any, ids: Tensor, mask: Tensor = MASK) -> Tensor:
 # Existing models, beside Transformers' own result.
 
 
-@each_family
+@each_existing
 @pytest.mark.parametrize("rounding", ["exact", "checkpoint"])
 @torch.no_grad()
 def test_a_fused_model_says_what_transformers_says(family: str, rounding: Any) -> None:
-    model, ids = make(family), tokens(4, 12)
+    model, ids = existing(family), tokens(4, 12)
     expected = model(ids, attention_mask=MASK, use_cache=False).logits
     found = fuse(model, rounding)(ids, attention_mask=MASK).logits
     assert found.isfinite().all()
     assert_near(found[SHOWN], expected[SHOWN])
 
 
-@each_family
+@each_existing
 def test_gradients_with_holes_are_those_of_transformers(family: str) -> None:
-    model, ids = make(family), tokens(4, 12)
+    model, ids = existing(family), tokens(4, 12)
     # A label is scored at the token before it, which must be shown.
     labels = ids.masked_fill(~SHOWN | ~SHOWN.roll(1, 1), -100)
     found = []
@@ -118,11 +100,11 @@ def test_gradients_with_holes_are_those_of_transformers(family: str) -> None:
     assert_near(found[1], found[0])
 
 
-@each_family
+@each_existing
 @torch.no_grad()
 def test_holes_in_the_cache_and_among_new_tokens(family: str) -> None:
     """In parts whose borders lie in holes, beside them, and far from them."""
-    model, ids = make(family), tokens(4, 12)
+    model, ids = existing(family), tokens(4, 12)
     expected = model(ids, attention_mask=MASK, use_cache=False).logits
     fuse(model)
     for parts in ([5, 7], [6, 4, 1, 1], [1] * 12):
@@ -135,11 +117,11 @@ def test_holes_in_the_cache_and_among_new_tokens(family: str) -> None:
         assert_near(torch.cat(found, 1)[SHOWN], expected[SHOWN])
 
 
-@each_family
+@each_existing
 @pytest.mark.parametrize("options", rows("{}", ({},), ({"cache_implementation": "static"},)))
 @torch.no_grad()
 def test_generated_tokens_are_those_of_transformers(family: str, options: Any) -> None:
-    model, ids = make(family), tokens(4, 12)
+    model, ids = existing(family), tokens(4, 12)
     greedy = {**GREEDY, "attention_mask": MASK}
     expected = model.generate(ids, **greedy)
     assert fuse(model).generate(ids, **greedy, **options).equal(expected)
@@ -149,47 +131,13 @@ def test_generated_tokens_are_those_of_transformers(family: str, options: Any) -
 @torch.no_grad()
 def test_weights_of_attention_return_to_their_places(family: str) -> None:
     """Not Falcon's: where Transformers shows weights, it adds the bias twice."""
-    model, ids = make(family), tokens(4, 12)
+    model, ids = existing(family), tokens(4, 12)
     model.config._attn_implementation = "eager"
     expected = model(ids, attention_mask=MASK, output_attentions=True).attentions
     found = fuse(model)(ids, attention_mask=MASK, output_attentions=True).attentions
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
         assert_near(ours.transpose(1, 2)[SHOWN], theirs.transpose(1, 2)[SHOWN])
-
-
-@pytest.mark.filterwarnings("ignore")
-@each_family
-@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
-def test_virtual_tokens_before_padding_on_the_left(family: str, kind: str) -> None:
-    """The prefix gets the same gradients, and `generate` writes the same."""
-    peft = pytest.importorskip("peft", exc_type=ImportError)
-    sizes = {"num_layers": 2, "num_attention_heads": 4, "token_dim": 32}
-    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **sizes)
-    own = {"multi_query": False} if family == "falcon" else {}  # one prefix for each query head
-    model: Any = make(family)
-    if own:
-        model = FalconForCausalLM(FalconConfig(**FALCON, **SIZES, **own)).eval()
-    tuned = peft.get_peft_model(model, config).eval()
-    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
-    mask[0, :5] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[0, 5] = -100  # which the padding before it would have to tell
-    answers = []
-    for change in (lambda model: model, fuse):
-        change(model)
-        tuned.zero_grad()
-        out = tuned(ids, attention_mask=mask, labels=labels)
-        out.loss.backward()
-        gradients = torch.cat([p.grad.flatten() for p in tuned.parameters() if p.requires_grad])
-        written = tuned.generate(input_ids=ids, attention_mask=mask, **GREEDY)
-        shown = out.logits[:, -9:][mask == 1]  # prompt tuning has logits of its own
-        answers.append((shown.detach(), gradients, written))
-    (theirs, gradient, written), (ours, our_gradient, ours_written) = answers
-    assert_near(ours, theirs)
-    assert gradient.abs().max() > 0
-    assert_near(our_gradient, gradient)
-    assert ours_written.equal(written)
 
 
 # Models of ours, beside their tokens alone.
@@ -275,11 +223,11 @@ def test_hidden_places_are_distance_where_the_original_counts_them() -> None:
 def test_an_mpt_of_ours_counts_hidden_places_as_that_of_transformers() -> None:
     """Slopes that are powers of two in both."""
     sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": VOCAB}
-    theirs, ids = make("mpt"), tokens(4, 12)
+    model, ids = existing("mpt"), tokens(4, 12)
     config = LinbiasMptConfig(**sizes, attn_config={"alibi": True}, no_bias=True)
     ours = LinbiasMptForCausalLM(config).eval()
-    ours.load_state_dict(theirs.state_dict())
-    expected = theirs(ids, attention_mask=MASK, use_cache=False).logits
+    ours.load_state_dict(model.state_dict())
+    expected = model(ids, attention_mask=MASK, use_cache=False).logits
     assert_near(ours(ids, attention_mask=MASK).logits[SHOWN], expected[SHOWN])
 
 
@@ -294,7 +242,7 @@ def test_packed_rows_may_have_holes() -> None:
         assert_same(found.logits[mask == 1], expected)
         whole = found.attentions[0][0].sum(-1)[:, mask[0] == 1]
         assert_same(whole, torch.ones_like(whole))
-    assert find_packing(torch.arange(10)[None], mask != 0) is None
+    assert find_texts(torch.arange(10)[None], mask != 0) is None
 
 
 @torch.no_grad()
@@ -308,12 +256,15 @@ def test_packed_rows_count_hidden_places_where_the_original_does() -> None:
 # In graphs, which cannot know whether there is a hole.
 
 
-@pytest.mark.parametrize("family", rows("bloom", ("bloom",), ("falcon",), ("mpt",), ("ours",)))
+@pytest.mark.parametrize(
+    "family", rows("bloom", ("bloom",), ("falcon",), ("mpt",), ("alibi",), ("t5",), ("learned",))
+)
 @torch.no_grad()
 def test_compiled_and_exported_models_say_what_eager_ones_say(family: str) -> None:
     """One graph for masks with holes, with padding on a side, and without either."""
     torch._dynamo.reset()
-    model: Any = build() if family == "ours" else fuse(make(family))
+    is_existing = family in EXISTING
+    model: Any = fuse(existing(family)) if is_existing else build(position=family)
     ids, padded = tokens(4, 12), MASK.clone()
     padded[:] = 1
     padded[0, :4] = 0

@@ -2,21 +2,17 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    DataCollatorWithFlattening,
-    PreTrainedModel,
-)
+from transformers import DataCollatorWithFlattening, PreTrainedModel
 
-from linbias.models import LinbiasBertConfig, LinbiasBertForMaskedLM, LinbiasForMaskedLM, fuse
+from linbias.models import LinbiasBertConfig, LinbiasBertForMaskedLM, LinbiasForMaskedLM
 from linbias.models.decoder.text_marks import MARKS
-from small_models import assert_same, build, build_paper, settings, tokens
+from small_models import EXISTING, assert_same, build, build_paper, fused, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -38,6 +34,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "masked": lambda: LinbiasForMaskedLM(settings(encoder_position="symmetric")).double().eval(),
     "paper": build_paper,
     "encoder": lambda: LinbiasBertForMaskedLM(ENCODER).double().eval(),
+    **{family: partial(fused, family) for family in EXISTING},
     "encoder's body": lambda: LinbiasBertForMaskedLM(ENCODER).encoder.double().eval(),
 }
 each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -52,7 +49,7 @@ def collated(texts: list[Tensor]) -> dict[str, Any]:
 
 
 @each_model
-@pytest.mark.parametrize("left_out", [(), ("position_ids",), ("position_ids", "seq_idx")])
+@pytest.mark.parametrize("left_out", [(), MARKS, ("position_ids",), ("position_ids", "seq_idx")])
 @torch.no_grad()
 def test_marked_texts_are_read_as_each_alone(make: Any, left_out: tuple[str, ...]) -> None:
     model, texts = make(), [tokens(n) for n in (5, 1, 9, 5)]
@@ -61,9 +58,39 @@ def test_marked_texts_are_read_as_each_alone(make: Any, left_out: tuple[str, ...
         del batch[name]
     alone = torch.cat([model(text[None])[0] for text in texts], dim=1)
     assert_same(model(**batch)[0], alone)
+    assert model(**batch).get("past_key_values") is None
     ids = batch.pop("input_ids")
     batch = {name: batch[name] for name in batch if name != "cu_seq_lens_k"}
     assert_same(model(ids, None, **batch)[0], alone)
+
+
+NO_DROPOUT = dict.fromkeys(
+    ("dropout", "attention_dropout", "activation_dropout", "softmax_dropout"), 0.0
+)
+CAUSAL = [
+    build,
+    partial(build_paper, **NO_DROPOUT),
+    *(partial(fused, family) for family in EXISTING),
+]
+
+
+@pytest.mark.parametrize("make", CAUSAL, ids=["alibi", "paper", *EXISTING])
+def test_marked_texts_teach_what_each_alone_teaches(make: Any) -> None:
+    model, texts = make(), [tokens(n).clamp(min=2) for n in (5, 2, 9, 5)]  # 1 may be <pad>
+    batch, parameters = collated(texts), list(model.parameters())
+    labels = torch.cat(texts)[None].masked_fill(batch["position_ids"] == 0, -100)
+    losses = [model(x[None], labels=x[None]).loss * (len(x) - 1) for x in texts]
+    found = model.train()(**batch, labels=labels).loss
+    assert found.item() == pytest.approx(sum(losses).item() / 17, rel=1e-5)
+    actual, expected = (  # in one row, since those of the paper's key biases are rounding
+        torch.cat([x.flatten() for x in torch.autograd.grad(loss, parameters)])
+        for loss in (found, sum(losses) / 17)
+    )
+    size = 1e-6 * float(expected.abs().max())
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=size)
+    wrong = batch | {"seq_idx": torch.zeros_like(batch["seq_idx"])}
+    with pytest.raises(ValueError, match=r"ForCausalLM: .* must mark the same texts as"):
+        model(**wrong)
 
 
 @torch.no_grad()
@@ -89,8 +116,7 @@ def test_rows_have_marks_of_their_own_and_padding_has_none() -> None:
 
 
 def test_trainer_keeps_columns_with_marks() -> None:
-    small = BloomConfig(vocab_size=61, hidden_size=32, n_head=4, n_layer=1)
-    for make in (*MODELS.values(), lambda: fuse(BloomForCausalLM(small))):
+    for make in MODELS.values():
         taken = inspect.signature(make().forward).parameters
         assert {"input_ids", "position_ids", *MARKS} <= set(taken)
 
@@ -141,8 +167,10 @@ def test_marks_that_contradict_are_explained() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo, where a graph breaks
-def test_a_compiled_model_reads_marks() -> None:
-    model = build(num_hidden_layers=1)
+@pytest.mark.parametrize("make", [partial(build, num_hidden_layers=1), partial(fused, "bloom")])
+@torch.no_grad()
+def test_a_compiled_model_reads_marks(make: Any) -> None:
+    model = make()
     batch = collated([tokens(5), tokens(9)])
     compiled = torch.compile(model, backend="eager")
     assert_same(compiled(**batch).logits, model(**batch).logits)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from linbias.models.decoder.cache import GrowingLayer
 from linbias.models.decoder.layout import TokenLayout
+from linbias.models.decoder.rows import Rows
 from linbias.models.window_cache import certificate, dropped_keys, near_keys, pool
 from linbias.models.window_cache import layer as window_layer
 from linbias.models.window_cache.certificate import Settings
@@ -72,7 +73,7 @@ class Reader:
         if self.first is not None:
             hidden = torch.stack([self.first, torch.full_like(self.first, keys.shape[2])], -1)
         numbers = torch.zeros(1, 1, dtype=torch.int64)
-        layout = TokenLayout(numbers, key_range=hidden if says_padding else None)
+        layout = TokenLayout(numbers, keys=(Rows(hidden if says_padding else None),))
         found = self.layer.attend(q, k, v, self.slopes, None, layout)
         how = {"key_range": hidden, "implementation": "dense"}
         expected = attention(q, keys, values, self.slopes, **how)
@@ -364,7 +365,7 @@ class Orders(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(500, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("examples", [10, pytest.param(200, marks=pytest.mark.thorough)])
 def test_whatever_is_asked_of_it_in_whatever_order(examples, monkeypatch):
     monkeypatch.setattr(dropped_keys, "_CHUNK", 16)
     for module in (window_layer, pool, near_keys, certificate):

@@ -12,9 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    MptConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from linbias.models import LinbiasConfig, LinbiasForCausalLM
+from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse
 from linbias.models.decoder.config import BLOCKS, POSITIONS
 from linbias.paper.config import POSITIONS as PAPER_POSITIONS
 from linbias.paper.config import PaperConfig
@@ -26,22 +33,6 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_to
 RELEASED = Path(__file__).resolve().parents[3] / "shared" / "golden" / "transformers"
 needs_released = pytest.mark.skipif(
     not RELEASED.is_dir(), reason="the data of the original code is not here"
-)
-needs_onednn = pytest.mark.skipif(
-    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch has no oneDNN"
-)
-# oneDNN multiplies bfloat16 wherever AVX-512 is, fast or not; our models ask it to only where that
-# is fast (`linear._types`).
-has_bfloat16 = (
-    hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
-    and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-)
-needs_bfloat16 = pytest.mark.skipif(
-    not has_bfloat16, reason="oneDNN has no products of bfloat16 on this processor"
-)
-fast_types = (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,)
-every_type = pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)]
 )
 every_position = pytest.mark.parametrize("position", POSITIONS)
 every_block = pytest.mark.parametrize("block", BLOCKS)
@@ -72,6 +63,39 @@ def build_paper(**changes: Any) -> PaperForCausalLM:
         if p.dim() == 1:
             nn.init.normal_(p, std=0.3)
     return model
+
+
+# Existing models of Transformers, with 8 numbers a head.
+EXISTING: dict[str, tuple[type[PreTrainedConfig], tuple[str, str, str], dict[str, Any]]] = {
+    "bloom": (BloomConfig, ("hidden_size", "n_head", "n_layer"), {}),
+    "falcon": (
+        FalconConfig,
+        ("hidden_size", "num_attention_heads", "num_hidden_layers"),
+        {"alibi": True},
+    ),
+    "mpt": (
+        MptConfig,
+        ("d_model", "n_heads", "n_layers"),
+        {"max_seq_len": 40, "use_cache": True},
+    ),
+}
+each_existing = pytest.mark.parametrize("family", EXISTING)
+
+
+def existing(family: str, heads: int = 4, **changes: Any) -> PreTrainedModel:
+    """As Transformers runs it; Falcon rounds the slopes of four heads without loss."""
+    kind, names, own = EXISTING[family]
+    sizes = dict(zip(names, (8 * heads, heads, 2), strict=True))
+    fit = {"vocab_size": VOCAB, "initializer_range": 0.3}
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        kind(**{**sizes, **own, **fit, **changes})
+    )
+    return model.eval()
+
+
+def fused(family: str, **options: Any) -> PreTrainedModel:
+    """One in float64, of heads whose slopes are no powers of two, on our attention."""
+    return fuse(existing(family, heads=6).double(), **options)
 
 
 def tokens(*shape: int, vocab_size: int = VOCAB) -> Tensor:

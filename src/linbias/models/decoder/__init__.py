@@ -1,1 +1,1 @@
-"""The project's own decoder: position methods, caches, packing, and models."""
+"""The project's own decoder: position methods, caches, rows of texts, and models."""

@@ -13,9 +13,9 @@ from linbias.models.decoder.cache import (
     keep_beside,
     key_bound,
 )
-from linbias.models.decoder.holes import take
 from linbias.models.decoder.layout import TokenLayout
 from linbias.models.decoder.positions import NO_OPTIONS, AttendOptions, LinearBias, Position
+from linbias.models.decoder.rows import put_back, put_weights_back
 
 
 class Steps(NamedTuple):
@@ -48,8 +48,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor | 
 def _gather(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
     """As `attend`, but [B, H, keep or T, D]."""
     method, layout, cache, layer, dropout, keep, steps = how
-    if layout.packing is not None:
-        return _gather_packed(q, k, v, how)
     slopes_say_all = isinstance(method, LinearBias) and method.uses_key_bound and steps is None
     linear: Any = method if slopes_say_all else None
     if (own := attending_layer(cache, layer)) is not None:
@@ -72,58 +70,47 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor |
             lengths = keep_beside(cache, steps.layer, steps.lengths)
         if method.uses_key_bound:
             bound = key_bound(cache.layers[layer])
+    if layout.is_packed:
+        return _by_texts(q, k, v, layout, how, lengths, bound)
     if keep is not None:
         layout, q = layout.last_queries(keep), q[:, :, q.shape[2] - keep :]
-    num_keys, holes = k.shape[2], layout.holes
-    if holes is not None:
-        q, k, v = take(q, holes.queries), take(k, holes.keys), take(v, holes.keys)
-        lengths = None if lengths is None else take(lengths, holes.keys)
-    positions = _positions(lengths)
-    if holes is not None and method.counts_hidden:
-        positions = holes.keys
-    options = AttendOptions(
-        key_range=layout.key_range,
-        query_start=layout.query_start,
-        key_bound=bound,
-        dropout=dropout or 0.0,
-        positions=positions,
-        full_mask=layout.full_mask,
-    )
-    weights = method.weights(q, k, options) if layout.need_weights else None
-    gathered = method.attend(q, k, v, options)
-    if holes is None:
-        return gathered, weights
-    whole = None if weights is None else holes.put_weights_back(weights, num_keys)
-    return holes.put_back(gathered), whole
+    return _by_rows(q, k, v, layout, how, lengths, bound)
+
+
+def _by_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: TokenLayout,
+    how: How,
+    lengths: Tensor | None,
+    bound: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Let the tokens of each row attend, and put what they gather back: [B, H, T, D].
+
+    lengths are the steps of all keys, [B, H, S, 1], and bound is that of their norms.
+    """
+    method, gathered, weights = how.method, [], []
+    for queries, keys in zip(layout.queries, layout.keys, strict=True):
+        row_q, row_k, row_v = queries.take(q), keys.take(k), keys.take(v)
+        positions = keys.places_apart() if method.counts_hidden else None
+        if lengths is not None:  # in float64, since far from 0 the nearest differ least
+            positions = keys.take(lengths).squeeze(-1).double().cumsum(-1)
+        options = AttendOptions(
+            key_range=keys.span,
+            query_start=keys.start_of(queries),
+            key_bound=bound,
+            dropout=how.dropout or 0.0,
+            positions=positions,
+            full_mask=layout.full_mask,
+        )
+        gathered.append(method.attend(row_q, row_k, row_v, options))
+        if layout.need_weights:
+            weights.append(method.weights(row_q, row_k, options))
+    size = len(q), q.shape[2], k.shape[2]
+    whole = put_weights_back(weights, layout.queries, layout.keys, size) if weights else None
+    return put_back(gathered, layout.queries, *size[:2]), whole
 
 
 # Where a text starts decides shapes, which no graph can hold.
-@torch.compiler.disable
-def _gather_packed(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
-    """Let every text of a packed batch attend to itself alone: its weights are zero elsewhere."""
-    method, packing = how.method, how.layout.packing
-    assert packing is not None
-    gathered, weights = [], []
-    for group in packing.groups:
-        q_of, k_of, v_of = (packing.take(x, group) for x in (q, k, v))
-        key_range, positions = group.key_range(), None
-        if how.steps is not None:
-            positions = _positions(packing.take(how.steps.lengths, group))
-        elif method.counts_hidden:
-            positions = group.positions()
-        options = AttendOptions(
-            key_range=key_range,
-            query_start=None if key_range is None else torch.zeros_like(key_range[:, 0]),
-            dropout=how.dropout or 0.0,
-            positions=positions,
-        )
-        gathered.append(method.attend(q_of, k_of, v_of, options))
-        if how.layout.need_weights:
-            weights.append(method.weights(q_of, k_of, options))
-    whole = packing.put_weights_back(weights, q.shape) if weights else None
-    return packing.put_back(gathered, q.shape), whole
-
-
-def _positions(lengths: Tensor | None) -> Tensor | None:
-    """[B, H, S]: where keys stand; float64, since far from 0 the nearest differ least."""
-    return None if lengths is None else lengths.squeeze(-1).double().cumsum(-1)
+_by_texts = torch.compiler.disable(_by_rows)

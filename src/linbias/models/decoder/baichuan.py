@@ -70,7 +70,7 @@ _RULES = {
     "normalize_head": fields.Rule(
         "None, True or False", lambda value: value is None or fields.FLAG.holds(value)
     ),
-}  # fmt: skip
+}
 
 
 class SelfAttention(decoder.SelfAttention):

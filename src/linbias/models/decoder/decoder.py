@@ -7,14 +7,14 @@ modules as the family's weights are named: `linbias.py`, `baichuan.py`,
 
 from dataclasses import replace
 from functools import wraps
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypedDict
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
@@ -231,7 +231,7 @@ class Decoder(DecoderPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         keep: int = 0,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Run the decoder over new tokens, which follow those in the cache.
 
         Args:
@@ -268,7 +268,7 @@ class Decoder(DecoderPreTrainedModel):
             attention_mask, position_ids, embedded, past_key_values, bool(use_cache)
         )
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and layout.packing is None
+            use_cache = self.config.use_cache and not self.training and not layout.is_packed
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
             use_growing_layers(past_key_values)
@@ -276,23 +276,36 @@ class Decoder(DecoderPreTrainedModel):
             self.config, output_attentions, output_hidden_states
         )
         layout = replace(layout, need_weights=output_attentions)
+        return self.run(embedded, layout, past_key_values, output_hidden_states, keep)
+
+    def run(
+        self,
+        embedded: Tensor,
+        layout: TokenLayout,
+        cache: Cache | None,
+        output_hidden_states: bool,
+        keep: int,
+        *memory: Any,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Let all layers read embedded tokens; memory is what those with cross-attention see."""
         hidden = self.before_layers(embedded, layout.positions)
         num_tokens, last = hidden.shape[1], self.layers[-1]
         states: tuple[Tensor, ...] = ()
-        attentions: tuple[Tensor, ...] = ()
+        weights: list[tuple[Tensor, ...]] = []  # of each layer's attention, if asked
         for layer in self.layers:
             states += (hidden,) if output_hidden_states else ()
             kept = min(keep or num_tokens, num_tokens) if layer is last else num_tokens
-            hidden, weights = layer(
-                hidden, self.position, layout, kept, past_key_values=past_key_values
-            )
-            attentions += (weights,) if output_attentions else ()
+            given = (hidden, self.position, layout, kept, *memory)
+            hidden, *found = layer(*given, past_key_values=cache)
+            weights.append(tuple(found))
         hidden = self.after_layers(hidden)
-        return BaseModelOutputWithPast(
+        own, *cross = zip(*weights, strict=True) if layout.need_weights else (None,)
+        return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=hidden,
-            **{CACHE: past_key_values},
+            **{CACHE: cache},
             hidden_states=(*states, hidden) if output_hidden_states else None,
-            attentions=attentions or None,
+            attentions=own,
+            cross_attentions=cross[0] if cross else None,
         )
 
     def _read_mask(
@@ -339,6 +352,14 @@ class CausalGenerationMixin(GenerationMixin):
         return super().__new__(cls)
 
 
+class Asked(TypedDict, total=False):
+    """The arguments of `Decoder.forward` that models with a head hand on."""
+
+    use_cache: bool | None
+    output_attentions: bool | None
+    output_hidden_states: bool | None
+
+
 def asked(
     config: PreTrainedConfig, attentions: bool | None, hidden_states: bool | None
 ) -> tuple[bool, bool]:
@@ -357,7 +378,9 @@ def predict(
 
     Logits are at least float32; `how` goes to the loss function; `keep` = 0 means all.
     """
-    wanted = asked(model.config, inputs["output_attentions"], inputs["output_hidden_states"])
+    wanted = asked(
+        model.config, inputs.get("output_attentions"), inputs.get("output_hidden_states")
+    )
     if keep and not any(wanted):  # which come for all tokens
         inputs["keep"] = keep
     outputs = dict(model.model(**inputs, return_dict=True).items())

@@ -1,16 +1,14 @@
-"""Where tokens stand: `attention_mask` and `position_ids` as arguments of attention.
+"""Where tokens stand: `attention_mask` and `position_ids` as a record of rows.
 
-Every key keeps its place in the padded row: the key range hides the padding, and `query_start`
-says where in the row the new tokens stand. T = 5 tokens, none cached:
+T = 5 tokens, none cached:
 
-    attention_mask    key_range    query_start    positions
-    1 1 1 1 1         [0, 5]       0              0 1 2 3 4
-    0 0 1 1 1         [2, 5]       0              0 0 0 1 2
-    1 1 1 0 0         [0, 3]       0              0 1 2 2 2
-    1 1 0 0 1         [0, 3]       0              0 1 1 1 2
+    attention_mask    span of the row    positions
+    1 1 1 1 1         none               0 1 2 3 4
+    0 0 1 1 1         [2, 5]             0 0 0 1 2
+    1 1 1 0 0         [0, 3]             0 1 2 2 2
+    1 1 0 0 1         [0, 3] in order    0 1 1 1 2
 
-Tokens of a row with a hole, such as the last, do not stand together: range and start are those of
-the row in the order of `holes.py`, in which they do.
+`rows.py` says what order that is, in which tokens of a row with a hole stand together.
 """
 
 from collections.abc import Callable
@@ -20,10 +18,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils import _pytree as pytree
 from transformers import Cache
 
-from linbias.models.decoder.holes import Holes
-from linbias.models.decoder.packing import Packing, find_packing
+from linbias.models.decoder.rows import Rows, find_texts
 from linbias.torch.operators.values import readable
 from linbias.torch.share import share_here
 
@@ -46,14 +44,6 @@ class FullMask(NamedTuple):
         length = self.queries.amax(-1, keepdim=True) + 1
         return torch.cat([torch.zeros_like(length), length], dim=-1)
 
-    def last_queries(self, count: int) -> "FullMask":
-        """The same for the last `count` new tokens alone; the keys stay."""
-        skipped = self.queries.shape[1] - count
-        return self._replace(seen=self.seen[:, skipped:], queries=self.queries[:, skipped:])
-
-    def to(self, device: torch.device | str | int) -> "FullMask":
-        return FullMask(*(x.to(device) for x in self))
-
 
 @dataclass(frozen=True)
 class TokenLayout:
@@ -64,58 +54,63 @@ class TokenLayout:
     """
 
     positions: Tensor  # [1 or B, T], of each in its text; padding repeats the nearest one's
-    key_range: Tensor | None = None  # [B, 2]; None where every key is a token
-    query_start: Tensor | None = None  # [B], likewise
-    packing: Packing | None = None  # of rows that hold several texts
+    # The new tokens, and all beside a cache: a pair of records for each batch of texts.
+    queries: tuple[Rows, ...] = (Rows(),)
+    keys: tuple[Rows, ...] = (Rows(),)
     full_mask: FullMask | None = None  # in the place of all that says what is seen
-    is_token: Tensor | None = None  # [B, S]; None where every key is a token, and in packed rows
-    holes: Holes | None = None  # of rows that have some, or may: in graphs
     need_weights: bool = False
     ndim: ClassVar[int] = 0  # models look whether a mask has two or four axes: neither
 
     @property
     def are_last(self) -> bool:
         """Whether the new tokens stand behind all others, none of which is padding."""
-        placed = (self.key_range, self.query_start, self.packing, self.full_mask)
-        return all(x is None for x in placed)
+        rows = self.keys[0]
+        return self.full_mask is None and rows.span is None and rows.places is None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows hold several texts."""
+        return self.keys[0].batch is not None
 
     def last_queries(self, count: int) -> "TokenLayout":
-        """The same for the last `count` new tokens alone; the keys stay."""
-        skipped = self.positions.shape[1] - count
-        if skipped == 0:
+        """The same for the last `count` new tokens alone; the keys stay. Not of packed rows."""
+        T, full = self.positions.shape[1], self.full_mask
+        if count == T:
             return self
-        start, holes, positions = self.query_start, self.holes, self.positions[:, skipped:]
-        if start is not None:
-            start = start + (skipped if holes is None else holes.is_new[:, :skipped].sum(-1))
-        if holes is not None:
-            holes = holes.last_queries(count)
-        full = None if self.full_mask is None else self.full_mask.last_queries(count)
-        return replace(self, positions=positions, query_start=start, holes=holes, full_mask=full)
+        if full is not None:
+            full = full._replace(
+                seen=full.seen[:, T - count :], queries=full.queries[:, T - count :]
+            )
+        queries = (self.queries[0].last(count, T),)
+        positions = self.positions[:, T - count :]
+        return replace(self, positions=positions, queries=queries, full_mask=full)
 
     def pack(self, x: Tensor) -> Tensor:
         """Leave padding out: [N, ...] of x [B, T, ...]; but not in graphs, nor without padding."""
-        return x if self._kept is None else x[self._kept]
+        kept = self._kept()
+        return x if kept is None else x[kept]
 
     def unpack(self, x: Tensor) -> Tensor:
         """Undo `pack`: [B, T, ...] of x [N, ...], zero at padding."""
-        if self._kept is None:
+        if (kept := self._kept()) is None:
             return x
-        whole = x.new_zeros(*self._kept.shape, *x.shape[1:])
-        whole[self._kept] = x
+        whole = x.new_zeros(*kept.shape, *x.shape[1:])
+        whole[kept] = x
         return whole
 
-    @property
     def _kept(self) -> Tensor | None:
-        is_token = self.is_token
-        return None if is_token is None or readable(is_token) is None else is_token
+        rows = self.keys[0]
+        if rows.span is None or rows.places is not None or readable(rows.span) is None:
+            return None
+        return rows.is_token(rows.span, self.positions.shape[1])
 
     def to(self, *args: Any, **kwargs: Any) -> "TokenLayout":
         """On another device, where one is named; a dtype, which MPT asks for, means nothing."""
         device = kwargs.get("device", args[0] if args else None)
         if device is None or isinstance(device, torch.dtype):
             return self
-        parts = {name: x for name, x in vars(self).items() if hasattr(x, "to")}
-        return replace(self, **{name: x.to(device) for name, x in parts.items()})
+        parts = pytree.tree_map_only(Tensor, lambda x: x.to(device), dict(vars(self)))
+        return replace(self, **parts)
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], *_: Any, **__: Any) -> Any:
@@ -187,12 +182,12 @@ def read_attention_mask(
     has_room: bool = False,
     allows_holes: bool = False,
 ) -> TokenLayout:
-    """Turn an attention mask [B, S], S = num_cached + T, into positions, ranges and query_start.
+    """Turn an attention mask [B, S], S = num_cached + T, into positions and rows.
 
     The tokens of each row must stand together, unless the caller allows holes; a row of padding
-    alone has an empty range. Where nothing is padded, ranges and starts are None, the fast path.
-    Without a cache, numbers that start anew within a row mark several texts. In graphs no values
-    are read: ranges are always given, and holes too, or where they are not allowed, a row with
+    alone has an empty span. Where nothing is padded there is no span, the fast path. Without a
+    cache, numbers that start anew within a row mark several texts. In graphs no values are read:
+    spans are always given, and tokens put in order too, or where no holes are allowed, a row with
     one is a RuntimeError of the compiled program.
 
     Args:
@@ -203,12 +198,12 @@ def read_attention_mask(
         position_ids: [1 or B, T], integers: the number of each new token in its text, or None.
         has_cache: Whether a cache holds the tokens, or shall hold them.
         has_room: Whether it holds more keys than tokens, as a static one does.
-        allows_holes: Whether the caller puts rows in order as `holes` of the layout say, of which
-            range and start then are. Not for a share of a sequence.
+        allows_holes: Whether the caller puts rows in order. Not for a share of a sequence.
 
     Example:
         >>> ids = torch.tensor([[7, 7, 5, 6]])
-        >>> read_attention_mask("model", torch.tensor([[0, 0, 1, 1]]), ids, num_cached=0).key_range
+        >>> layout = read_attention_mask("model", torch.tensor([[0, 0, 1, 1]]), ids, num_cached=0)
+        >>> layout.keys[0].span
         tensor([[2, 4]])
     """
     B, T = new_tokens.shape[:2]
@@ -232,16 +227,16 @@ def read_attention_mask(
                 f"{caller}: position_ids must be None while a model is exported: "
                 "their values cannot be read"
             )
-    new = None if layout.is_token is None else layout.is_token[:, -T:]
-    packing = None if T < 2 else find_packing(position_ids.expand(B, T), new)
-    if packing is None:
+    new = None if is_token is None else is_token[:, -T:]
+    texts = None if T < 2 else find_texts(position_ids.expand(B, T), new)
+    if texts is None:
         return layout
     if has_cache:
         raise ValueError(
             f"{caller}: position_ids must count on from token to token where there is a cache, "
             "got several texts in a row (use_cache=False reads them)"
         )
-    return TokenLayout(layout.positions, packing=packing)
+    return TokenLayout(layout.positions, texts, texts)
 
 
 def _layout(
@@ -254,24 +249,20 @@ def _layout(
     """What the mask alone says."""
     (B, T), device = new_tokens.shape[:2], new_tokens.device
     index = torch.arange(T, device=device)[None] + num_cached
-    if is_token is None and not has_room:
-        return TokenLayout(index)
-    query_start = torch.zeros(B, dtype=torch.int64, device=device) + num_cached
     if is_token is None:
-        key_range = torch.stack([torch.zeros_like(query_start), query_start + T], dim=-1)
-        return TokenLayout(index, key_range, query_start)
+        if not has_room:
+            return TokenLayout(index)
+        end = torch.zeros(B, dtype=torch.int64, device=device) + (num_cached + T)
+        span = torch.stack([torch.zeros_like(end), end], dim=-1)
+        return TokenLayout(index, (Rows(span - num_cached),), (Rows(span),))
     num_before, index = is_token.cumsum(-1), index.expand(B, T)  # tokens up to each place
     positions = (num_before.gather(1, index) - 1).clamp(min=0)
-    num_tokens = is_token.sum(-1, keepdim=True)
     if may_have_holes:
-        is_new = is_token.gather(1, index)
-        first = torch.zeros_like(num_tokens)
-        query_start = num_tokens[:, 0] - is_new.sum(-1)
-        holes = Holes.of(is_token, is_new)
-    else:
-        first, holes = (num_before == 0).sum(-1, keepdim=True), None
-    key_range = torch.cat([first, first + num_tokens], dim=-1)
-    return TokenLayout(positions, key_range, query_start, is_token=is_token, holes=holes)
+        queries, keys = Rows.in_order(is_token.gather(1, index)), Rows.in_order(is_token)
+        return TokenLayout(positions, (queries,), (keys,))
+    first = (num_before == 0).sum(-1)
+    span = torch.stack([first, first + is_token.sum(-1)], dim=-1)
+    return TokenLayout(positions, (Rows(span - num_cached),), (Rows(span),))
 
 
 def _is_token(

@@ -4,7 +4,7 @@ Read from the bottom up to follow a token: a model with a head calls `LinbiasMod
 `DecoderBlock`s, which call `SelfAttention` and `FeedForward` (or `FusedBlock`s, which do both).
 """
 
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -194,12 +194,10 @@ class LinbiasForCausalLM(_WithHead, decoder.CausalGenerationMixin):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         token_type_ids: Tensor | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
+        **asked: Unpack[decoder.Asked],
     ) -> CausalLMOutputWithPast:
         """Return logits in at least float32, and with labels the mean loss in nats.
 
@@ -224,9 +222,7 @@ class LinbiasForCausalLM(_WithHead, decoder.CausalGenerationMixin):
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
+            **asked,
         )
         return CausalLMOutputWithPast(**outputs)
 
@@ -262,10 +258,9 @@ class LinbiasForMaskedLM(_WithHead):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         token_type_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        **asked: Unpack[decoder.Asked],
     ) -> MaskedLMOutput:
         """Return logits in at least float32, and with labels the mean loss in nats.
 
@@ -283,7 +278,6 @@ class LinbiasForMaskedLM(_WithHead):
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
+            **asked,
         )
         return MaskedLMOutput(**outputs)

@@ -6,36 +6,39 @@ repository: a bias in encoder and decoder, none in cross-attention, as in T5 (ar
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, EncoderDecoderCache
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import (
-    BaseModelOutput,
-    BaseModelOutputWithPastAndCrossAttentions,
-    Seq2SeqLMOutput,
-    Seq2SeqModelOutput,
-)
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils import can_return_tuple
 
 from linbias.models.decoder import decoder
+from linbias.models.decoder.attend import How, attend
 from linbias.models.decoder.cache import CACHE, takes_cache
 from linbias.models.decoder.config import LinbiasSeq2SeqConfig
-from linbias.models.decoder.holes import take
+from linbias.models.decoder.decoder import Asked
 from linbias.models.decoder.layout import TokenLayout, read_attention_mask
 from linbias.models.decoder.linbias import (
-    FeedForward,
+    DecoderBlock,
     LinbiasModel,
     LinbiasPreTrainedModel,
     SelfAttention,
 )
-from linbias.models.decoder.positions import Position, make_position
-from linbias.torch import attention, attention_weights
+from linbias.models.decoder.positions import AttendOptions, Biased, Position, make_position
+from linbias.models.decoder.rows import Rows
 from linbias.torch.constant import constant
 from linbias.torch.operators.values import readable
+
+
+class Everywhere(Biased):
+    """All keys alike, wherever they stand."""
+
+    def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return {"slopes": constant((0.0,) * q.shape[1], wide, q.device)}
 
 
 class CrossAttention(nn.Module):
@@ -46,8 +49,7 @@ class CrossAttention(nn.Module):
         self.layer_index = layer_index
         self.head_size = config.head_size
         self.dropout = config.attention_dropout
-        self.implementation = config.attention_implementation
-        self.no_slopes = (0.0,) * config.num_attention_heads
+        self.position = Everywhere(config, causal=False)
         width = config.num_attention_heads * config.head_size
         kv_width = config.num_key_value_heads * config.head_size
         self.q = nn.Linear(config.hidden_size, width, bias=False)
@@ -58,73 +60,59 @@ class CrossAttention(nn.Module):
         self,
         hidden: Tensor,
         memory: Tensor,
-        memory_layout: TokenLayout,
-        need_weights: bool,
-        past_key_values: EncoderDecoderCache | None,
+        layout: TokenLayout,
+        cache: EncoderDecoderCache | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return what hidden [B, T, hidden_size] gathers, and weights [B, H, T, S], if asked."""
-        q = self._heads(self.q(hidden))
-        k, v = self._keys_and_values(memory, past_key_values)
-        num_keys, holes = k.shape[2], memory_layout.holes
-        if holes is not None:
-            k, v = take(k, holes.keys), take(v, holes.keys)
-        flat = constant(self.no_slopes, torch.promote_types(q.dtype, torch.float32), q.device)
-        seen: Any = {"causal": False, "key_range": memory_layout.key_range}
-        how: Any = {"dropout": self.dropout if self.training else 0.0, **seen}
-        gathered = attention(q, k, v, flat, implementation=self.implementation, **how)
-        weights = attention_weights(q, k, flat, **seen) if need_weights else None
-        if holes is not None and weights is not None:
-            weights = holes.put_keys_back(weights, num_keys)
-        return self.out(gathered.transpose(1, 2).flatten(2)), weights
+        k, v = self._keys_and_values(memory, cache)
+        dropout = self.dropout if self.training else None
+        how = How(self.position, layout, None, self.layer_index, dropout)
+        gathered, weights = attend(self._heads(self.q(hidden)), k, v, how)
+        return self.out(gathered), weights
 
     def _keys_and_values(
-        self, memory: Tensor, past_key_values: EncoderDecoderCache | None
+        self, memory: Tensor, cache: EncoderDecoderCache | None
     ) -> tuple[Tensor, Tensor]:
         """[B, G, S, D] each: those of a cache, which is filled where it has none."""
         index, num_keys = self.layer_index, memory.shape[1]
-        if past_key_values is not None and past_key_values.is_updated.get(index):
-            layer = past_key_values.cross_attention_cache.layers[index]
+        if cache is not None and cache.is_updated.get(index):
+            layer = cache.cross_attention_cache.layers[index]
             return layer.keys[:, :, :num_keys], layer.values[:, :, :num_keys]
         k, v = (self._heads(part) for part in self.kv(memory).chunk(2, dim=-1))
-        if past_key_values is not None:
-            past_key_values.cross_attention_cache.update(k, v, index)
-            past_key_values.is_updated[index] = True
+        if cache is not None:
+            cache.cross_attention_cache.update(k, v, index)
+            cache.is_updated[index] = True
         return k, v
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
-class CrossBlock(GradientCheckpointingLayer):
+class CrossBlock(DecoderBlock):
     """Add self-attention, cross-attention and feed-forward to the stream, one after the other."""
 
     def __init__(self, config: LinbiasSeq2SeqConfig, layer_index: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        super().__init__(config, layer_index)
         self.attention = SelfAttention(config, layer_index, config.position)
         self.cross_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.cross_attention = CrossAttention(config, layer_index)
-        self.feed_forward_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.feed_forward = FeedForward(config)
-        self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
-        memory: Tensor,
-        memory_layout: TokenLayout,
         position: Position,
         layout: TokenLayout,
+        keep: int,
+        memory: Tensor,
+        memory_layout: TokenLayout,
         past_key_values: EncoderDecoderCache | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return hidden, and the weights of self- and cross-attention, if asked."""
         own = None if past_key_values is None else past_key_values.self_attention_cache
-        attended, weights = self.attention(
-            self.norm(hidden), position, layout, hidden.shape[1], own
-        )
+        attended, weights = self.attention(self.norm(hidden), position, layout, keep, own)
         hidden = hidden + self.dropout(attended)
         attended, cross_weights = self.cross_attention(
-            self.cross_norm(hidden), memory, memory_layout, layout.need_weights, past_key_values
+            self.cross_norm(hidden), memory, memory_layout, past_key_values
         )
         hidden = hidden + self.dropout(attended)
         fed = self.feed_forward(self.feed_forward_norm(hidden))
@@ -153,37 +141,20 @@ class LinbiasDecoder(decoder.Decoder, LinbiasSeq2SeqPreTrainedModel):
         self,
         embedded: Tensor,
         memory: Tensor,
-        attention_mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        past_key_values: EncoderDecoderCache | None = None,
-        output_attentions: bool = False,
-        output_hidden_states: bool = False,
-    ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Run the decoder over new tokens [B, T, hidden_size], given an encoder's states."""
-        own = None if past_key_values is None else past_key_values.self_attention_cache
-        layout = self._read_mask(attention_mask, None, embedded, own, use_cache=own is not None)
-        layout = replace(layout, need_weights=output_attentions)
-        memory_layout = read_attention_mask(
-            type(self).__name__, memory_mask, memory, 0, allows_holes=True
-        )
-        hidden = self.before_layers(embedded, layout.positions)
-        states: tuple[Tensor, ...] = ()
-        attentions: tuple[Tensor, ...] = ()
-        cross_attentions: tuple[Tensor, ...] = ()
-        given = (memory, memory_layout, self.position, layout)
-        for layer in self.layers:
-            states += (hidden,) if output_hidden_states else ()
-            hidden, weights, cross = layer(hidden, *given, past_key_values=past_key_values)
-            attentions += (weights,) if output_attentions else ()
-            cross_attentions += (cross,) if output_attentions else ()
-        hidden = self.after_layers(hidden)
-        return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=hidden,
-            **{CACHE: past_key_values},
-            hidden_states=(*states, hidden) if output_hidden_states else None,
-            attentions=attentions or None,
-            cross_attentions=cross_attentions or None,
-        )
+        masks: tuple[Tensor | None, Tensor | None],
+        cache: EncoderDecoderCache | None,
+        asked: tuple[bool, bool],
+    ) -> Any:
+        """Run the decoder over new tokens [B, T, hidden_size], given an encoder's states; the
+        masks are those of both, and asked is for weights and states.
+        """
+        need_weights, need_states = asked
+        own = None if cache is None else cache.self_attention_cache
+        layout = self._read_mask(masks[0], None, embedded, own, use_cache=own is not None)
+        layout = replace(layout, need_weights=need_weights)
+        read = read_attention_mask(type(self).__name__, masks[1], memory, 0, allows_holes=True)
+        read = replace(read, need_weights=need_weights, queries=(Rows(),))
+        return self.run(embedded, layout, cache, need_states, 0, memory, read)
 
 
 class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
@@ -241,16 +212,18 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
                 f"{type(past_key_values).__name__}"
             )
         given = decoder.asked(self.config, output_attentions, output_hidden_states)
-        shown = dict(zip(("output_attentions", "output_hidden_states"), given, strict=True))
-        encoded: BaseModelOutput
-        if encoder_outputs is None:
+        encoded = encoder_outputs
+        if encoded is None:
             encoded = self.encoder(
-                input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **shown
+                input_ids,
+                attention_mask,
+                inputs_embeds=inputs_embeds,
+                output_attentions=given[0],
+                output_hidden_states=given[1],
+                return_dict=True,
             )
-        elif isinstance(encoder_outputs, BaseModelOutput):
-            encoded = encoder_outputs
-        else:
-            encoded = BaseModelOutput(*encoder_outputs[:3])
+        elif not isinstance(encoded, BaseModelOutput):
+            encoded = BaseModelOutput(*encoded[:3])
         if decoder_inputs_embeds is None:
             decoder_inputs_embeds = self.get_input_embeddings()(decoder_input_ids)
         if use_cache is None:
@@ -259,14 +232,14 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
             both = (DynamicCache(config=self.config) for _ in range(2))
             past_key_values = EncoderDecoderCache(*both)
         memory, masks = encoded.last_hidden_state, (decoder_attention_mask, attention_mask)
-        decoded = self.decoder(decoder_inputs_embeds, memory, *masks, past_key_values, **shown)
+        decoded = self.decoder(decoder_inputs_embeds, memory, masks, past_key_values, given)
         return Seq2SeqModelOutput(
             last_hidden_state=decoded.last_hidden_state,
-            **{CACHE: getattr(decoded, CACHE)},
+            **{CACHE: past_key_values},
             decoder_hidden_states=decoded.hidden_states,
             decoder_attentions=decoded.attentions,
             cross_attentions=decoded.cross_attentions,
-            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_last_hidden_state=memory,
             encoder_hidden_states=encoded.hidden_states,
             encoder_attentions=encoded.attentions,
         )
@@ -337,11 +310,9 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, decoder.Gen
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         token_type_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        **asked: Unpack[Asked],
     ) -> Seq2SeqLMOutput:
         """Return logits in at least float32, and with labels the mean loss in nats.
 
@@ -371,9 +342,7 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, decoder.Gen
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
+            **asked,
         )
         return Seq2SeqLMOutput(**outputs)
 

@@ -5,7 +5,7 @@ What they disagree on is in bert_config.py.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from linbias.models.decoder.attend import How, attend
-from linbias.models.decoder.decoder import asked
+from linbias.models.decoder.decoder import Asked, asked
 from linbias.models.decoder.layout import TokenLayout, read_attention_mask
 from linbias.models.decoder.positions import Alibi, AttendOptions
 from linbias.models.decoder.text_marks import takes_marks
@@ -66,24 +66,25 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.unflatten(-1, (-1, self.head_size)) for x in (q, k, v))
         position, dropout = self.position, self.dropout if self.training else 0.0
+        queries, keys = layout.queries[0], layout.keys[0]
         out: Any
         weights = None
         if q.dim() == 4:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             out, weights = attend(q, k, v, How(position, layout, None, 0, dropout))
         else:
-            assert layout.key_range is not None
-            offsets = pad((layout.key_range[:, 1] - layout.key_range[:, 0]).cumsum(0), (1, 0))
+            assert keys.span is not None
+            offsets = pad((keys.span[:, 1] - keys.span[:, 0]).cumsum(0), (1, 0))
             how: Any = {"dropout": dropout, "implementation": position.implementation}
-            left = position.slopes.left(q, len(q), layout.key_range)
+            left = position.slopes.left(q, len(q), keys.span)
             out = attention_varlen(q, k, v, offsets, offsets, left, causal=False, **how)
             out = out.flatten(1)
             if layout.need_weights:
                 q, k = (layout.unpack(x).transpose(1, 2) for x in (q, k))
-                options = AttendOptions(layout.key_range, layout.query_start)
+                options = AttendOptions(keys.span, keys.start_of(queries))
                 weights = position.weights(q, k, options)
-        if weights is not None and layout.is_token is not None:
-            weights = weights * layout.is_token[:, None, :, None]
+        if weights is not None and keys.places is None:
+            weights = weights * keys.is_token(q, weights.shape[2])[:, None, :, None]
         return self.out(out), weights
 
 
@@ -216,12 +217,12 @@ class LinbiasBertModel(LinbiasBertPreTrainedModel):
 
     def _pool(self, last: Tensor, layout: TokenLayout) -> Tensor | None:
         """[B, hidden_size], of the first token of each row; None of rows of several texts."""
-        if self.pooler is None or layout.packing is not None:
+        if self.pooler is None or layout.is_packed:
             return None
-        if layout.key_range is None:
+        if (span := layout.keys[0].span) is None:
             first = last[:, 0]
         else:  # a row of padding alone has none: its zeros serve
-            where = layout.key_range[:, 0].clamp(max=last.shape[1] - 1)
+            where = span[:, 0].clamp(max=last.shape[1] - 1)
             first = last[torch.arange(len(last), device=last.device), where]
         return self.pooler(first).tanh()
 
@@ -247,16 +248,15 @@ class LinbiasBertWithHead(LinbiasBertPreTrainedModel):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        **asked: Unpack[Asked],
     ) -> Any:
         """Logits, and the loss for labels [B, T], or [B] for whole texts.
 
         Other arguments are those of `LinbiasBertModel.forward` and `LinbiasForCausalLM.forward`.
         """
         given = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        outputs = self.encoder(*given, output_attentions, output_hidden_states, return_dict=True)
+        outputs = self.encoder(*given, **asked, return_dict=True)
         logits = self.predict(outputs)
         return type(self).output(
             loss=None if labels is None else self.loss(logits, labels, num_items_in_batch),

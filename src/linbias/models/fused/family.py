@@ -34,8 +34,8 @@ from linbias.models.decoder.layout import (
     fill_room,
     read_attention_mask,
 )
-from linbias.models.decoder.packing import find_packing
 from linbias.models.decoder.positions import AttendOptions, LinearBias
+from linbias.models.decoder.rows import find_texts
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.decoder.text_marks import MARKS, read_marks, with_marks_in
 from linbias.models.fields import POSITIVE
@@ -413,7 +413,7 @@ def _has_several_texts(
         start = 0 if cache is None else int(cache.get_seq_length())
         new = attention_mask[:, start : start + T].to(position_ids.device) != 0
         position_ids = position_ids.expand(len(new), T)
-    return find_packing(position_ids, new) is not None
+    return find_texts(position_ids, new) is not None
 
 
 def keep_mask_for_generate(

@@ -61,8 +61,8 @@ class WindowLayer(NearKeys, AttendingLayer):
         self._check(q, k, layout)
         if not self.is_initialized:
             self.lazy_initialization(k, v)
-        if layout.key_range is not None:
-            self.first = layout.key_range[:, 0]
+        if (span := layout.keys[0].span) is not None:
+            self.first = span[:, 0]
         scale, tolerance = q.shape[-1] ** -0.5 if scale is None else scale, self.settings.tolerance
         assert tolerance is not None
         scores = Scores(slopes=slopes, scale=scale, tolerance=tolerance / 2)
@@ -89,15 +89,15 @@ class WindowLayer(NearKeys, AttendingLayer):
                 "WindowCache: output_attentions must be off: "
                 "the weights of dropped keys are not kept"
             )
-        if self.is_initialized and len(q) != (rows := len(self.pool.keys)):
-            raise ValueError(f"WindowCache: batch must have {rows} rows as before, got {len(q)}")
-        if layout.holes is not None:
+        if self.is_initialized and len(q) != (size := len(self.pool.keys)):
+            raise ValueError(f"WindowCache: batch must have {size} rows as before, got {len(q)}")
+        rows, end = layout.keys[0], self.seen + q.shape[2]
+        if rows.places is not None:
             raise ValueError(
                 "WindowCache: attention_mask must mark one unbroken run of tokens per row, "
                 "got a row with a hole"
             )
-        end = self.seen + q.shape[2]
-        if layout.key_range is not None and (layout.key_range[:, 1] < end).any():
+        if rows.span is not None and (rows.span[:, 1] < end).any():
             raise ValueError("WindowCache: padding must come before each text, got some after one")
 
     @property
