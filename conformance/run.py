@@ -2,9 +2,9 @@
 
     python conformance/run.py [NAME ...]
 
-Those in adapters/biases make the bias alone, and NumPy the rest. An adapter with a file in
-requirements/ gets a virtual environment in build/conformance/, with this one's packages behind its
-own. A deviation that its authors chose is "another convention", with the reason.
+Each is a file in adapters/ with `attention`, or a function in adapters/biases.py. One with a file
+in requirements/ gets a virtual environment in build/conformance/, with this one's packages behind
+its own. A deviation that its authors chose is "another convention", with the reason.
 """
 
 import json
@@ -15,16 +15,20 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+from adapters import biases
 from linbias._machine import now, num_cores, processor
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RECORDS = ROOT / "evidence" / "records" / "conformance.jsonl"
-# By name, the module.
+# By name, the module and the function.
 ADAPTERS = {
-    path.stem: ".".join(path.relative_to(HERE).with_suffix("").parts)
-    for path in (HERE / "adapters").rglob("*.py")
-    if path.stem != "parts"
+    **{name: f"adapters.biases:{name}" for name, x in vars(biases).items() if hasattr(x, "RUNS")},
+    **{
+        path.stem: f"adapters.{path.stem}:attention"
+        for path in (HERE / "adapters").glob("*.py")
+        if path.stem not in ("parts", "biases")
+    },
 }
 # What could not be run here, and why.
 NOT_RUN = {
@@ -35,7 +39,9 @@ NOT_RUN = {
 DESCRIBE = """
 import importlib, json, sys
 from importlib import metadata
-m = importlib.import_module(sys.argv[1])
+module, function = sys.argv[1].split(":")
+m = importlib.import_module(module)
+m = m if function == "attention" else getattr(m, function)
 version = m.PACKAGE and metadata.version(m.PACKAGE)
 print(json.dumps({"implementation": m.NAME, "version": version, "runs": m.RUNS,
                   "dtypes": getattr(m, "DTYPES", ["float32"]),
@@ -66,23 +72,18 @@ def environment(name: str) -> str:
 
 def run(name: str) -> list[dict]:
     """The lines of one adapter."""
-    python, module = environment(name), ADAPTERS[name]
+    python, call = environment(name), ADAPTERS[name]
     options = {"cwd": HERE, "text": True, "env": {**os.environ, "PYTHONPATH": str(HERE)}}
-    told = subprocess.run(
-        [python, "-W", "ignore", "-c", DESCRIBE, module],
-        capture_output=True,
-        timeout=300,
-        check=False,
-        **options,
-    )
+    command = [python, "-W", "ignore", "-c", DESCRIBE, call]
+    told = subprocess.run(command, capture_output=True, timeout=300, check=False, **options)
     if told.returncode:
         raise SystemExit(f"{name}: {told.stderr.strip().splitlines()[-1]}")
     about = json.loads(told.stdout.strip().splitlines()[-1])
     lines = []
     for dtype in about.pop("dtypes"):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            call = ["check.py", "--call", f"{module}:attention", "--dtype", dtype]
-            command = [python, "-W", "ignore", *call, "--json", file.name]
+            command = [python, "-W", "ignore", "check.py", "--call", call, "--dtype", dtype]
+            command += ["--json", file.name]
             subprocess.run(command, stdout=subprocess.DEVNULL, timeout=600, check=False, **options)
             records = json.loads(Path(file.name).read_text())
         key = {"adapter": name, "dtype": dtype}

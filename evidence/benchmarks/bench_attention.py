@@ -3,7 +3,6 @@
     python evidence/benchmarks/bench_attention.py                  # the usual cases, and memory
     python evidence/benchmarks/bench_attention.py --sets short     # half an hour on 2 cores
     python evidence/benchmarks/bench_attention.py --sets positions # keys at given positions
-    python evidence/benchmarks/bench_attention.py --sets window    # a window of 512 keys
     python evidence/benchmarks/bench_attention.py --cases causal-8192 zero-slopes-4096 --repeats 9
 
 Peers: PyTorch's scaled_dot_product_attention with the bias as a mask, the same without a bias (for
@@ -12,8 +11,7 @@ BlockMask of a window per head, as wide as a bound from the norms allows. Every 
 before it is timed. `short` asks at about 4,096 tokens in all; `sdpa` is the mask as an
 implementation of ours. `positions` are those that every call has by default (counted: what it
 costs to read them), or sums of -log f over forget gates f = sigmoid(N(4, 1.5)), about 0.98, with
-slope 1. In `window` both see the same keys, and "cpu, all" is the call without a window. On a CPU
-with a matrix unit, both sides without it:
+slope 1. On a CPU with a matrix unit, both sides without it:
 
     ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 MKL_ENABLE_INSTRUCTIONS=AVX512_E3 \\
         python evidence/benchmarks/bench_attention.py --sets short --target avx512_bf16
@@ -41,7 +39,6 @@ ALLOWED_ERROR = {"float32": 2e-5, "bfloat16": 2e-2}
 SDPA = ("sdpa mask", "sdpa, no bias")
 FLEX = ("flex", "flex, window mask")
 COUNTED, PLACED, LEARNED = "cpu, counted", "cpu, positions", "cpu, learned"
-ALL = "cpu, all"
 MEMORY_LENGTH = 32768
 
 
@@ -58,7 +55,6 @@ class Case:
     causal: bool = True
     slopes: str = "paper"  # or zero, or one
     gates: bool = False
-    window: int | None = None
 
 
 USUAL = [
@@ -92,12 +88,7 @@ POSITIONS = [
     for dtype in ("float32", "bfloat16")
     for backward in (False, True)
 ]  # fmt: skip
-WINDOW = [
-    Case(f"window-512-{T}-{dtype}", T, ("cpu", ALL), FLEX[1:], dtype=dtype, window=512)
-    for T in (8192, 32768)
-    for dtype in ("float32", "bfloat16")
-]
-SETS = {"usual": USUAL, "short": SHORT, "positions": POSITIONS, "window": WINDOW, "memory": []}
+SETS = {"usual": USUAL, "short": SHORT, "positions": POSITIONS, "memory": []}
 
 
 def functions(
@@ -105,31 +96,20 @@ def functions(
 ) -> dict[str, Callable[[], Tensor]]:
     """Everything that can run this case, by name; x are the positions, [1, H, T]."""
     attend = partial(linbias.torch.attention, q, k, v, slopes, causal=case.causal)
-    everything = partial(attend, implementation="cpu")
-    if case.window is not None:
-        attend = partial(attend, window=(case.window, 0))
     plain = partial(scaled_dot_product_attention, q, k, v)
     fall = peers.falling(slopes, causal=case.causal)
     flex = partial(peers.flex, q, k, v, fall, causal=case.causal)
     special: dict[str, Callable[[], Callable[[], Tensor]]] = {
-        COUNTED: lambda: everything,
-        ALL: lambda: everything,
+        COUNTED: lambda: partial(attend, implementation="cpu"),
         PLACED: lambda: partial(attend, implementation="cpu", positions=x.detach()),
         LEARNED: lambda: partial(attend, implementation="cpu", positions=x),
         "sdpa mask": lambda: partial(plain, attn_mask=mask(case, q, slopes, x)),
         "sdpa, no bias": lambda: partial(plain, is_causal=case.causal),
         "flex": flex,
-        "flex, window mask": lambda: flex(window=window_of(case, q, k, slopes)),
+        "flex, window mask": lambda: flex(window=peers.window_per_head(q, k, slopes)),
     }
     found = {name: partial(attend, implementation=name) for name in case.ours}
     return found | {n: special[n]() for n in (*case.ours, *case.peers) if n in special}
-
-
-def window_of(case: Case, q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
-    """[H]: that of the case, or as wide as a bound from the norms allows."""
-    if case.window is None:
-        return peers.window_per_head(q, k, slopes)
-    return torch.full((q.shape[1],), case.window)
 
 
 def mask(case: Case, q: Tensor, slopes: Tensor, x: Tensor) -> Tensor:
@@ -147,14 +127,12 @@ def check(
     case: Case, name: str, out: Tensor, arrays: list[Tensor], slopes: Tensor, x: Tensor
 ) -> None:
     """Compare a few rows with the definition; the peer without a bias computes something else."""
-    if name == ALL or (name == "sdpa, no bias" and case.slopes != "zero"):
+    if name == "sdpa, no bias" and case.slopes != "zero":
         return
     q, k, v = (array.detach().double().numpy() for array in arrays)
     for t in (0, case.T // 3, case.T - 1):
         stop = t + 1 if case.causal else case.T
         call: dict[str, Any] = {"positions": x.detach()[..., :stop].numpy()}
-        if case.window is not None:
-            call["window"] = (case.window, 0)
         if not case.causal:
             call = {"causal": False, "query_start": [t] * case.B}
         rows = (q[:, :, t : t + 1], k[:, :, :stop], v[:, :, :stop])
@@ -184,8 +162,6 @@ def bench(case: Case, options: argparse.Namespace) -> None:
             call = {"causal": case.causal, "implementation": ours}
             if name in (COUNTED, PLACED, LEARNED):
                 call["positions"] = x.detach()
-            if case.window is not None and name != ALL:
-                call["window"] = (case.window, 0)
             seen = linbias.torch.visited(q, k, v, slopes.float(), **call)
             more[name]["work_kept"] = round(seen.work_kept.mean().item(), 4)
     timed: dict[str, Callable[[], Any]] = dict(runnable)

@@ -11,35 +11,29 @@ It needs PyTorch, Triton, NumPy, pytest and (training) Transformers. Stages, in 
     contract    the contract suite, forward and backward, compiled for the device
     speed       attention and its peers, checked, then timed; rates of products and copies
     decode      one token against a long cache
-    training    steps of training a model; and attention of a small one that is trained here
+    training    attention of a small model that is trained here
     points      attention among points of a plane
     gates       keys at positions: forget gates
-    accuracy    the error at great length beside the form slope * key_index
     sanitizer   a few cases of the contract under compute-sanitizer
-    pieces      a sequence in pieces, on processes that share the device
     coarse      far blocks in shorter floats, which are off: their error and time, beside precise
     tiles       forward and backward with other tile sizes
 
 A stage that fails or hangs costs the others nothing: each is a process, with a time by which it
-must end; what one saves, the next have. Each record is appended to DIR/<machine>-<date>.jsonl (see
-record.py) as it is measured, and DIR/page.md, with a line for each claim that could be made, is
-written anew after each stage: a run may be cut at any moment. A peer that is wrong is left out,
-and said to be. Peers, where they are to be had: FlexAttention with an ALiBi score_mod, with a
-window per head as BlockMask, and on FlashAttention 4; SDPA's cuDNN and flash backends with more
-columns that carry the bias, with the bias as a mask, and without a bias (for scale only);
-flash_attn with alibi_slopes; the Forgetting Transformer's kernel with adaptive pruning, if
-src/forgetting_transformer/ops/forgetting_attention.py of
-github.com/zhixuan-lin/forgetting-transformer (883f260; it needs einops) lies in .external/.
+must end; what one saves, the next have. Each record is appended to DIR/<machine>-<date>.jsonl as
+it is measured (record.py), and DIR/page.md is written anew after each stage: a run may be cut at
+any moment. Peers are those of gpu/peers.py that are to be had; one that is wrong is left out, and
+said to be.
 """
 
 import argparse
-import contextlib
 import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,23 +48,21 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*GIVEN, *FOLDERS])
 import torch  # noqa: E402
 
 import record  # noqa: E402
-from gpu import as_on_a_gpu, stages, suite, tiles, training  # noqa: E402
+from gpu import stages, suite  # noqa: E402
 from gpu.page import page  # noqa: E402
 from gpu.timing import AGAIN, lines_so_far  # noqa: E402
 
-# What runs, and how many seconds it has: 575 in all but tiles.
+# What runs, and how many seconds it has: 510 in all but tiles.
 STAGES = {
     "contract": (suite.contract, 120),
     "speed": (stages.speed, 190),
     "decode": (stages.decode, 35),
-    "training": (training.training, 50),
+    "training": (stages.training, 25),
     "points": (stages.points, 25),
     "gates": (stages.gates, 35),
-    "accuracy": (stages.accuracy, 15),
     "sanitizer": (suite.sanitizer, 35),
-    "pieces": (stages.pieces, 25),
-    "coarse": (tiles.coarse, 45),
-    "tiles": (tiles.tiles, 240),
+    "coarse": (stages.coarse, 45),
+    "tiles": (stages.tiles, 240),
 }
 WARM = "warm"  # beside the contract, as long as that runs; it may fail
 
@@ -83,14 +75,12 @@ def run_stages(options: argparse.Namespace) -> None:
         end += 1000 if options.dry_run else STAGES[stage][1]
         begun = time.monotonic()
         with_warm = stage == "contract" and "speed" in options.stages and not options.dry_run
-        beside = start(WARM, options) if with_warm else None
-        how = wait_for(stage, end, options)
-        if beside is not None:
-            stop(beside)
+        with started(WARM, options) if with_warm else nullcontext():
+            how = wait_for(stage, end, options)
         fared[stage] = f"{how}, {time.monotonic() - begun:.0f} s"
-        log = log_of(stage, options).read_text()[-3000:]
+        log = (options.output / f"{stage}.log").read_text()[-3000:]
         print(f"== {stage}: {fared[stage]}\n{log}", flush=True)
-        text = page(lines_so_far(options), fared, options.lengths)
+        text = page(lines_so_far(options), fared)
         (options.output / "page.md").write_text(text)
     print(text)
     if not all(how.startswith("ok") for how in fared.values()):
@@ -100,34 +90,30 @@ def run_stages(options: argparse.Namespace) -> None:
 def wait_for(stage: str, end: float, options: argparse.Namespace) -> str:
     """Run a stage until it ends or must end; again where it says that the device is in error."""
     while True:
-        process = start(stage, options)
-        try:
-            code = process.wait(timeout=max(1.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return "stopped, its time was up"
-        finally:
-            stop(process)
+        with started(stage, options) as process:
+            try:
+                code = process.wait(timeout=max(1.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return "stopped, its time was up"
         if code != AGAIN:
             return "ok" if code == 0 else f"exit status {code}"
 
 
-def start(stage: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
-    more = ["--only", stage, "--start", str(options.start)]
-    command = [sys.executable, __file__, *sys.argv[1:], *more]
-    with log_of(stage, options).open("a") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """With all that it started, or the next stage would share the device."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def log_of(stage: str, options: argparse.Namespace) -> Path:
-    path: Path = options.output / f"{stage}.log"
-    return path
+@contextmanager
+def started(stage: str, options: argparse.Namespace) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a stage; it ends with all that it started, or the next would share the device
+    with them.
+    """
+    command = [sys.executable, __file__, *sys.argv[1:], "--only", stage]
+    command += ["--start", str(options.start)]
+    with (options.output / f"{stage}.log").open("a") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main() -> None:
@@ -142,9 +128,7 @@ def main() -> None:
     caches = ["1x65536", "16x16384"]
     parser.add_argument("--caches", nargs="+", default=caches, help="batch x keys")
     parser.add_argument("--points", nargs="+", type=int, default=[7000, 28000])
-    parser.add_argument("--long", nargs="+", type=int, default=[262_144, 1_048_576])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--output", type=Path, default=record.RECORDS)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
@@ -153,7 +137,7 @@ def main() -> None:
     options.dtype = torch.float16 if options.dry_run else torch.bfloat16
     if options.dry_run:
         options.lengths, options.shapes, options.caches = [16], ["1x16"], ["1x16"]
-        options.points, options.long, options.repeats, options.ranks = [9], [96], 1, 2
+        options.points, options.repeats = [9], 1
     elif not torch.cuda.is_available():
         raise SystemExit("bench_gpu: there is no CUDA device; --dry-run tries it without one")
     options.shapes, options.caches = (
@@ -167,10 +151,12 @@ def main() -> None:
     if options.only is None:
         options.start = options.records.stat().st_size if options.records.exists() else 0
         for stage in [*STAGES, WARM]:
-            log_of(stage, options).unlink(missing_ok=True)
+            (options.output / f"{stage}.log").unlink(missing_ok=True)
         run_stages(options)
         return
-    with as_on_a_gpu():
+    from interpreter import repaired  # after what says that kernels are interpreted
+
+    with repaired() if options.dry_run else nullcontext():
         (stages.warm if options.only == WARM else STAGES[options.only][0])(options)
     if options.failed:
         raise SystemExit(1)

@@ -23,7 +23,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import linbias
 import linbias.torch
 import record
-from linbias._request import TOLERANCE
 from linbias.kernels import core
 from linbias.torch.points import blocked, cpu, functional
 
@@ -85,18 +84,6 @@ def work_kept(name: str, q: Tensor, k: Tensor, v: Tensor, points: Tensor) -> flo
     return round(visited.double().mean().item() / -(-len(points) // size), 4)
 
 
-def work_needed(q: Tensor, k: Tensor, points: Tensor) -> float:
-    """The share of pairs that no choice can do without, each row losing at most the tolerance."""
-    N, needed = len(points), 0
-    for rows in torch.arange(N).split(500):
-        bias = bias_of(points[rows], points)
-        for h in range(H):
-            weights = (q[0, h, rows] @ k[0, h].T * D**-0.5 + bias[h]).softmax(-1)
-            dropped = weights.sort(-1).values.double().cumsum(-1) <= TOLERANCE["float32"]
-            needed += int((~dropped).sum())
-    return round(needed / (H * N * N), 4)
-
-
 def bench(num_points: int, given: record.Fields, options: argparse.Namespace) -> None:
     """Time everything that can run a number of points, and write the records."""
     q, k, v = torch.randn(3, 1, H, num_points, D)
@@ -105,8 +92,7 @@ def bench(num_points: int, given: record.Fields, options: argparse.Namespace) ->
     for name, function in timed.items():
         if name != "sdpa, no bias":
             check(name, function(), q, k, v, points)
-    needed = work_needed(q, k, points) if "sdpa mask" in timed else None
-    more = {n: {"work_kept": work_kept(n, q, k, v, points), "work_needed": needed} for n in timed}
+    more = {n: {"work_kept": work_kept(n, q, k, v, points)} for n in timed}
     more["cpu"]["target"] = core.target()
     if options.backward:
         dout, leaves = torch.randn_like(v), [x.requires_grad_() for x in (q, k, v)]

@@ -31,11 +31,11 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from linbias._run.files import write_whole
+from linbias._run.files import JsonLog
 
 ROOT = Path(__file__).parents[2]
 LISTS = Path(__file__).parent
@@ -190,10 +190,9 @@ class Workspace:
         """Exit status and output; by a process that has loaded what takes long to load."""
         if self.pytest is None:
             server = [sys.executable, str(Path(__file__).with_name("forking.py"))]
-            self.pytest = subprocess.Popen(
-                server, cwd=self.root, env=self.environment, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-            )  # fmt: skip
+            own = {"cwd": self.root, "env": self.environment, "start_new_session": True}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self.pytest = subprocess.Popen(server, **own, **pipes)
         output = self.root.with_name("output")
         assert self.pytest.stdin is not None and self.pytest.stdout is not None
         self.pytest.stdin.write(json.dumps([arguments, str(output), self.seconds]) + "\n")
@@ -204,11 +203,9 @@ class Workspace:
         return json.loads(answer), output.read_text(encoding="utf-8", errors="replace")
 
     def run_program(self, command: list[str]) -> tuple[int | None, str]:
+        how = {"capture_output": True, "text": True, "start_new_session": True}
         try:
-            done = subprocess.run(
-                command, check=False, capture_output=True, text=True, timeout=self.seconds,
-                start_new_session=True,
-            )  # fmt: skip
+            done = subprocess.run(command, check=False, timeout=self.seconds, **how)
         except subprocess.TimeoutExpired:
             return None, ""
         return done.returncode, done.stdout
@@ -239,31 +236,7 @@ class Workspace:
             self.pytest.wait()
 
 
-@dataclass(frozen=True)
-class Result:
-    breaks: str
-    key: str
-    killed_by: str | None
-
-
-def read_results() -> dict[str, Result]:
-    """The last result of each mutant, by its name."""
-    if not RECORDS.exists():
-        return {}
-    lines = RECORDS.read_text(encoding="utf-8").splitlines()
-    results = (Result(**json.loads(line)) for line in lines)
-    return {result.breaks: result for result in results}
-
-
-def keep_result(mutants: list[Mutant], result: Result) -> None:
-    """Write down what is known, in the order of the lists; another run may have added some."""
-    results = read_results() | {result.breaks: result}
-    kept = [results[m.breaks] for m in mutants if m.breaks in results]
-    RECORDS.parent.mkdir(exist_ok=True)
-    write_whole(RECORDS, "".join(json.dumps(asdict(r)) + "\n" for r in kept).encode())
-
-
-def try_all(mutants: list[Mutant], todo: list[Mutant], jobs: int, seconds: float) -> list[str]:
+def try_all(todo: list[Mutant], jobs: int, seconds: float, log: JsonLog) -> list[str]:
     """Try out what is to do and keep each result at once; return what went wrong."""
     problems: list[str] = []
     lock, numbers = threading.Lock(), itertools.count(1)
@@ -273,16 +246,17 @@ def try_all(mutants: list[Mutant], todo: list[Mutant], jobs: int, seconds: float
         workspace, begin = free.get(), time.perf_counter()
         result, problem = None, None
         try:
-            result = Result(mutant.breaks, mutant.key, workspace.try_out(mutant))
-            outcome = result.killed_by or SURVIVES
-            problem = None if result.killed_by else SURVIVES
+            killed_by = workspace.try_out(mutant)
+            result = {"breaks": mutant.breaks, "key": mutant.key, "killed_by": killed_by}
+            outcome = killed_by or SURVIVES
+            problem = None if killed_by else SURVIVES
         except NoResult as error:
             problem = outcome = str(error)
         finally:
             free.put(workspace)
         with lock:
             if result is not None:
-                keep_result(mutants, result)
+                log.append(result)
             if problem:
                 problems.append(f"{mutant.area}: {mutant.breaks}: {problem.splitlines()[0]}")
             place = f"[{next(numbers)}/{len(todo)}]"
@@ -320,17 +294,16 @@ def main() -> int:
         return 1
     wanted = (options.only or "").lower()
     chosen = [m for m in mutants if wanted in f"{m.breaks} {m.file} {m.area}".lower()]
-    known = read_results()
-
-    keys = {m.breaks: m.key for m in chosen}  # of the tree as it is now, before it is copied
-    same = {name for name, result in known.items() if result.key == keys.get(name)}
+    RECORDS.parent.mkdir(exist_ok=True)
+    log = JsonLog(RECORDS)
+    known = {result["breaks"]: result for result in log.records}  # the last of each
+    # By keys of the tree as it is now, before it is copied.
+    same = {m.breaks for m in chosen if known.get(m.breaks, {}).get("key") == m.key}
     todo = [m for m in chosen if options.again or m.breaks not in same]
     print(f"{len(mutants)} mutants, {len(chosen)} chosen, {len(todo)} to try")
-    problems = try_all(mutants, todo, options.jobs, options.seconds)
-    results = read_results()
-    for mutant in chosen:
-        if mutant not in todo and results[mutant.breaks].killed_by is None:
-            problems.append(f"{mutant.area}: {mutant.breaks}: {SURVIVES}")
+    problems = try_all(todo, options.jobs, options.seconds, log)
+    survived = (m for m in chosen if m not in todo and known[m.breaks]["killed_by"] is None)
+    problems += [f"{mutant.area}: {mutant.breaks}: {SURVIVES}" for mutant in survived]
     print(*problems, f"{len(problems)} problems", sep="\n")
     return 1 if problems else 0
 

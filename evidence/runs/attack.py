@@ -16,10 +16,12 @@ with 1 if anything was wrong.
 
 import argparse
 import json
+import math
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / x) for x in ("evidence/benchmarks", "tests/support", "proof")]
@@ -30,8 +32,8 @@ import torch  # noqa: E402
 import attack_proved as proved  # noqa: E402
 import record  # noqa: E402
 from attack_calls import try_call  # noqa: E402
-from attack_mass import STEPS, climb  # noqa: E402
-from attack_subjects import everything  # noqa: E402
+from attack_mass import climb  # noqa: E402
+from attack_subjects import Attacked, everything  # noqa: E402
 from linbias._run.progress import Pace  # noqa: E402
 from markers import RECORDS, Record, fill, parser_of, read  # noqa: E402
 from markers import table as markdown  # noqa: E402
@@ -41,6 +43,8 @@ PATH = RECORDS / "attack.jsonl"
 # have an unluckier sum than these forty; a mistake in the code is larger.
 MOST_BUDGETS = 3
 _PACE = Pace()
+# The subject of one number, what came of it, and what went wrong; None where nothing can run.
+Tried = Callable[[argparse.Namespace, int], tuple[str, Record, str] | None]
 
 
 def main() -> None:
@@ -57,17 +61,16 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     stop, bad = time.monotonic(), False
-    for part, (share, run) in PARTS.items():
-        if options.part not in (part, "all"):
+    for name, (share, counted, try_one) in PARTS.items():
+        if options.part not in (name, "all"):
             continue
         # What a part does not need is left to the next.
         stop += options.minutes * 60 * (share if options.part == "all" else 1)
-        found = run(options, stop)
-        if not found:
+        if not (found := search(counted, try_one, options, stop)):
             continue
         bad |= found["bad"]
         if not options.no_record:
-            numbers = {"case": f"attack-{part}", "seed": options.seed, "first": options.first}
+            numbers = {"case": f"attack-{name}", "seed": options.seed, "first": options.first}
             record.write({**numbers, **found, **record.here()}, PATH)
         print(json.dumps(found, indent=1))
     if not options.no_record:
@@ -75,93 +78,76 @@ def main() -> None:
     sys.exit(1 if bad else 0)
 
 
-def attack_mass(options: argparse.Namespace, stop: float) -> dict[str, Any]:
-    """Climb, in rounds over everything that can be attacked, each in an order of its own."""
-    subjects = [a for a in everything() if options.only in f"{a.implementation} {a.way} {a.dtype}"]
-    worst: dict[str, dict[str, Any]] = {}
-    candidates, number, began = 0, options.first, time.monotonic()
-    while candidates < options.candidates and time.monotonic() < stop:
-        round_number, turn = divmod(number, len(subjects))
-        order = np.random.default_rng([options.seed, round_number]).permutation(len(subjects))
-        attacked = subjects[order[turn]]
-        setting = attacked.setting(np.random.default_rng([options.seed, number]))
-        found = climb(setting, attacked.subject, [options.seed, number])
-        name = f"{attacked.implementation}, {attacked.way}"
-        entry = worst.setdefault(name, {"candidates": 0, "ratio": 0.0})
-        entry["candidates"] += found.candidates
-        if found.ratio >= entry["ratio"]:
-            entry |= {"ratio": round(found.ratio, 6), "climb": number, "dtype": attacked.dtype}
-        if found.ratio > 1:
-            print(f"\nclimb {number}: {attacked} drops {found.ratio:.4g} times {setting}")
-        candidates, number = candidates + found.candidates, number + 1
-        highest = max(entry["ratio"] for entry in worst.values())
-        _progress(f"{candidates:,} candidates, climb {number}, worst ratio {highest:.4f}", began)
+def search(counted: str, try_one: Tried, options: argparse.Namespace, stop: float) -> Record:
+    """Try one number after the other; {} where the part cannot run here."""
+    worst: dict[str, Record] = {}
+    over, bad, done, number, began = [], False, 0, options.first, time.monotonic()
+    while done < getattr(options, counted) and time.monotonic() < stop:
+        if (tried := try_one(options, number)) is None:
+            return {}
+        name, entry, failure = tried
+        if failure:
+            over.append(number)
+            bad |= entry.get("share", math.inf) > MOST_BUDGETS
+            print(f"\n{number}: {failure}")
+        worst[name] = together(worst.get(name), entry)
+        done, number = done + entry.get(counted, 1), number + 1
+        highest = max(entry.get("ratio", entry.get("share")) for entry in worst.values())
+        text = f"{done:,} {counted}, {len(over)} wrong, at most {highest:.4f}"
+        _progress(f"{text}, {time.monotonic() - began:,.0f} s")
     print(file=sys.stderr)
-    bad = any(entry["ratio"] > 1 for entry in worst.values())
-    found = {"candidates": candidates, "steps": STEPS, "next": number, "worst": worst, "bad": bad}
+    found = {counted: done, "next": number, "over": over, "worst": worst, "bad": bad}
     return found | {"seconds": round(time.monotonic() - began)}
 
 
-def attack_proved(options: argparse.Namespace, stop: float) -> dict[str, Any]:
-    """Hostile heads, for near_to_far and the kernels in turn, beside the program of the proof;
+@cache
+def subjects(only: str) -> list[Attacked]:
+    return [a for a in everything() if only in f"{a.implementation} {a.way} {a.dtype}"]
+
+
+def attack_mass(options: argparse.Namespace, number: int) -> tuple[str, Record, str]:
+    """A climb, in rounds over everything that can be attacked, each in an order of its own."""
+    known = subjects(options.only)
+    round_number, turn = divmod(number, len(known))
+    order = np.random.default_rng([options.seed, round_number]).permutation(len(known))
+    attacked = known[order[turn]]
+    setting = attacked.setting(np.random.default_rng([options.seed, number]))
+    found = climb(setting, attacked.subject, [options.seed, number])
+    entry = {"candidates": found.candidates, "ratio": round(found.ratio, 6)}
+    entry |= {"climb": number, "dtype": attacked.dtype}
+    failure = f"{attacked} drops {found.ratio:.4g} times {setting}" if found.ratio > 1 else ""
+    return f"{attacked.implementation}, {attacked.way}", entry, failure
+
+
+def attack_proved(options: argparse.Namespace, number: int) -> tuple[str, Record, str] | None:
+    """A hostile head, for near_to_far and the kernels in turn, beside the program of the proof;
     nothing where that cannot be built.
     """
-    worst: dict[str, dict[str, Any]] = {}
-    failures, number, began = [], options.first, time.monotonic()
     if reason := proved.why_not():
         print(f"part proved does not run, as {reason}", file=sys.stderr)
-        return {}
-    while number < options.first + options.heads and time.monotonic() < stop:
-        outcome = proved.attack(options.seed, number)
-        entry = worst.setdefault(outcome.subject, {"tiles": 0, "tighter": 0, "ratio": 0.0})
-        entry["tiles"] += outcome.tiles
-        entry["tighter"] += outcome.tighter
-        entry["ratio"] = max(entry["ratio"], round(outcome.ratio, 6))
-        if outcome.failures:
-            failures.append(number)
-            print(f"\nhead {number}, {outcome.subject}: {'; '.join(outcome.failures)}")
-        number += 1
-        _progress(f"{number - options.first:,} heads, {len(failures)} wrong", began)
-    print(file=sys.stderr)
-    found = {"heads": number - options.first, "next": number, "over": failures, "worst": worst}
-    return found | {"bad": bool(failures), "seconds": round(time.monotonic() - began)}
+        return None
+    found = proved.attack(options.seed, number)
+    entry = {"tiles": found.tiles, "tighter": found.tighter, "ratio": round(found.ratio, 6)}
+    return found.subject, entry, "; ".join(found.failures)
 
 
-def attack_calls(options: argparse.Namespace, stop: float) -> dict[str, Any]:
-    """Random calls, for the implementations in turn."""
-    worst: dict[str, dict[str, Any]] = {}
-    failures, again, number, began = [], 0, options.first, time.monotonic()
-    while number < options.first + options.calls and time.monotonic() < stop:
-        outcome = try_call([options.seed, number], number)
-        entry = worst.setdefault(outcome.ran, {"calls": 0, "share": 0.0, "over": 0})
-        entry["calls"] += 1
-        again += outcome.again
-        if outcome.failure:
-            entry["over"] += 1
-            failures.append(number)
-            print(f"\ncall {number}: {outcome.failure}")
-        entry["share"] = max(entry["share"], round(outcome.share, 4))
-        number += 1
-        done = number - options.first
-        if number % 20 == 0:
-            _progress(f"{done:,} calls, {len(failures)} over the budget", began)
-    print(file=sys.stderr)
-    bad = any(entry["share"] > MOST_BUDGETS for entry in worst.values())
-    found = {"calls": number - options.first, "next": number, "asked_again": again}
-    found |= {"over": failures, "worst": worst, "bad": bad}
-    return found | {"seconds": round(time.monotonic() - began)}
+def attack_calls(options: argparse.Namespace, number: int) -> tuple[str, Record, str]:
+    """A random call, for the implementations in turn."""
+    found = try_call([options.seed, number], number)
+    entry = {"calls": 1, "share": round(found.share, 4), "over": int(bool(found.failure))}
+    return found.ran, entry | {"asked_again": int(found.again)}, found.failure or ""
 
 
-# Of the time, what each takes where all run.
-PARTS = {
-    "mass": (0.45, attack_mass),
-    "proved": (0.1, attack_proved),
-    "calls": (0.45, attack_calls),
+# By name: of the time, what each takes where all run; the option and the field that count; and how
+# one number is tried.
+PARTS: dict[str, tuple[float, str, Tried]] = {
+    "mass": (0.45, "candidates", attack_mass),
+    "proved": (0.1, "heads", attack_proved),
+    "calls": (0.45, "calls", attack_calls),
 }
 
 
-def _progress(text: str, began: float) -> None:
-    text += f", {time.monotonic() - began:,.0f} s"
+def _progress(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r{text}   ", end="", file=sys.stderr, flush=True)
     elif _PACE.is_due():
@@ -169,12 +155,16 @@ def _progress(text: str, began: float) -> None:
 
 
 def table() -> str:
-    """The newest record of either part, with those that it went on from."""
+    """The newest record of each part, with those that it went on from."""
     newest: dict[str, Record] = {}
     for found in read(PATH):
         before = newest.get(found["case"])
         goes_on = before and all(before[x] == found[y] for x, y in CONTINUED)
-        newest[found["case"]] = _together(before, found) if before and goes_on else found
+        if before and goes_on:
+            sums = {n: before[n] + found[n] for n in (*SUMS, "over") if n in found}
+            of = {n: together(before["worst"].get(n), x) for n, x in found["worst"].items()}
+            found |= {"first": before["first"], "worst": before["worst"] | of, **sums}
+        newest[found["case"]] = found
     parts, largest = [], "largest share of `tolerance` dropped"
     if mass := newest.get("attack-mass"):
         rows = [
@@ -206,20 +196,16 @@ def table() -> str:
 
 # What a record shares with the one before it, where it goes on from that one.
 CONTINUED = (("seed", "seed"), ("commit", "commit"), ("machine", "machine"), ("next", "first"))
+SUMS = ("candidates", "heads", "calls", "seconds", "tiles", "tighter", "asked_again")
 
 
-def _together(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Two records as if one run had made them."""
-    worst = {name: dict(entry) for name, entry in before["worst"].items()}
-    for name, entry in after["worst"].items():
-        there = worst.setdefault(name, {"ratio": 0.0, "share": 0.0})
-        counted = [n for n in ("candidates", "tiles", "tighter", "calls", "over") if n in entry]
-        counts = {n: there.get(n, 0) + entry[n] for n in counted}
-        measure = "ratio" if "ratio" in entry else "share"
-        worst[name] = {**(entry if entry[measure] >= there[measure] else there), **counts}
-    summed = [n for n in ("candidates", "heads", "calls", "seconds", "over") if n in after]
-    sums = {n: before[n] + after[n] for n in summed}
-    return {**after, "first": before["first"], "worst": worst, **sums}
+def together(before: Record | None, after: Record) -> Record:
+    """What two numbers, or two records, of one subject come to: its worst, and counts as sums."""
+    if before is None:
+        return after
+    measure = "ratio" if "ratio" in after else "share"
+    sums = {n: before.get(n, 0) + after[n] for n in (*SUMS, "over") if n in after}
+    return {**(after if after[measure] >= before[measure] else before), **sums}
 
 
 def _made(found: Record, what: str) -> str:

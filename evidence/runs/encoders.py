@@ -59,11 +59,11 @@ class Plan:
     def settings(self, method: str, seed: int, rate: float, steps: int) -> TrainSettings:
         """Models that are compared differ in method and seed alone."""
         model = {"hidden_size": self.width or 96, "num_hidden_layers": 4, "num_attention_heads": 8}
-        return TrainSettings(
-            {**model, "encoder_position": method}, length=self.length, task="masked",
-            batch_size=self.batch_size, steps=steps, learning_rate=rate, seed=seed,
-            save_steps=max(1, steps // 2), validate_steps=steps, threads=1, device="cpu",
-        )  # fmt: skip
+        model |= {"encoder_position": method}
+        size = {"length": self.length, "batch_size": self.batch_size, "steps": steps}
+        every = {"save_steps": max(1, steps // 2), "validate_steps": steps}
+        fixed = {"task": "masked", "threads": 1, "device": "cpu"}
+        return TrainSettings(model, learning_rate=rate, seed=seed, **size, **every, **fixed)
 
 
 def train_model(text: str, home: Path, settings: TrainSettings) -> Record:
@@ -89,24 +89,21 @@ def _numbers(slopes: torch.Tensor) -> list[float | str]:
 def test_model(text: str, home: Path, plan: Plan) -> list[Record]:
     """Nats per masked token at each length that it can read, in blocks and amid other tokens."""
     model, corpus = load(home, device="cpu"), load_corpus(text)
-    limit = position_limit(model) or math.inf
+    limit, tokens = position_limit(model) or math.inf, MaskTokens.of(corpus.tokenizer)
     found = []
     for margin, length in product((0, plan.margin), plan.test_lengths):
         if length > limit:
             continue
-        result = evaluate_hidden(
-            model, corpus.test, length=length, tokens=MaskTokens.of(corpus.tokenizer),
-            stride=length - 1 - 2 * margin if margin else None, limit_tokens=plan.test_tokens,
-        )  # fmt: skip
+        stride = length - 1 - 2 * margin if margin else None
+        read = {"length": length, "stride": stride, "limit_tokens": plan.test_tokens}
+        result = evaluate_hidden(model, corpus.test, tokens=tokens, **read)
         kept = ("length", "stride", "num_tokens", "num_scored", "nll", "accuracy")
         found.append({"margin": margin, **{name: getattr(result, name) for name in kept}})
     return found
 
 
-def measure_model(
-    text: str, home: Path, settings: TrainSettings, plan: Plan
-) -> tuple[Record, list[Record]]:
-    return train_model(text, home, settings), test_model(text, home, plan)
+def measure_model(text: str, home: Path, settings: TrainSettings, plan: Plan) -> Record:
+    return {**train_model(text, home, settings), "tests": test_model(text, home, plan)}
 
 
 @dataclass
@@ -161,14 +158,8 @@ class Run:
             yield key, (measure_model, self.texts[corpus], home, settings, plan)
 
     def models(self) -> None:
-        rate = self.rate()
-        for key, (trained, tests) in measure("model", self.calls(), self.log, self.jobs):
-            for test in tests:
-                same = {name: test[name] for name in ("margin", "length")}
-                if self.log.find(kind="test", **key, **same) is None:
-                    self.log.append({"kind": "test", **key, **test})
-            # Last: where it is, all tests are.
-            self.log.append({"kind": "model", **key, "lr": rate, **trained})
+        for key, found in measure("model", self.calls(), self.log, self.jobs):
+            self.log.append({"kind": "model", **key, "lr": self.rate(), **found})
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ Made from records alone. All losses are bits per masked token.
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import markers
 import paper_report
 from drawing import draw, finish, save
 from linbias.methods import METHODS
-from markers import cell, fill, read, table, unique
+from markers import Record, cell, fill, read, table, unique
 from paper_report import Verdict, judge
 
 RECORDS = markers.RECORDS / "encoders.jsonl"
@@ -26,7 +26,15 @@ ONE_SIDED = ("directional", "asymmetric", "random", "littlebird")  # they can te
 
 
 class Found(paper_report.Records):
-    """The records of a run, asked by what they measure."""
+    """The records of a run, asked by what they measure; those of models hold their tests."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        tests = [
+            {"kind": "test", **{n: r[n] for n in ("corpus", "method", "seed")}, **test}
+            for r in records
+            for test in r.get("tests", ())
+        ]
+        super().__init__([*records, *tests])
 
     @property
     def lengths(self) -> list[int]:

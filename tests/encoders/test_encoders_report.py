@@ -28,15 +28,15 @@ def records() -> list[dict[str, object]]:
     rows = [{**made, "machine": "a machine", "versions": {"torch": "2"}, "date": "today"}]
     rows.append({"kind": "tune", "method": "rotary", "lr": 0.1, "validation_loss": 1.0})
     for method, seed in product(METHODS, (1, 2)):
-        key = {"corpus": "stdlib", "method": method, "seed": seed}
+        key, tests = {"corpus": "stdlib", "method": method, "seed": seed}, []
         for margin, (length, bits) in product((0, 24), zip(LENGTHS, BITS[method], strict=False)):
             gain = bits if margin == 0 else 2.5  # nothing is gained amid other tokens
             nll = (gain + 0.1 * (seed - 1)) * math.log(2)
             test = {"margin": margin, "length": length, "nll": nll}
-            rows.append({"kind": "test", **key, **test, "num_scored": 9, "num_tokens": 60})
+            tests.append({**test, "num_scored": 9, "num_tokens": 60})
         slopes = {"left": [0.5, 0.25 * seed], "right": [0.5, 0.125]}
         trained = {"num_parameters": 1e6, "tokens": 1e6, "seconds": 60.0, "lr": 0.1}
-        rows.append({"kind": "model", **key, **trained, "slopes": slopes})
+        rows.append({"kind": "model", **key, **trained, "slopes": slopes, "tests": tests})
     return rows
 
 

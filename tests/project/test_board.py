@@ -45,7 +45,7 @@ def load_script(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [str(ROOT / "evidence" / "benchmarks" / "board"), *sys.path])
     yield __import__
     for name in set(sys.modules) - before:
-        if name in ("board", "environments", "models", "load", "report", "markers"):
+        if name in ("board", "environments", "models", "record", "report", "markers"):
             del sys.modules[name]
 
 
@@ -67,31 +67,31 @@ def run(load_script, tmp_path: Path):
         asked.append(length)
         return tmp_path / "reference.npy"
 
-    def start(*engines, lengths: tuple[int, ...] = (64,), **options):
+    def start(*engines, lengths: tuple[int, ...] = (64,), **given):
+        """The rows by length and engine, and what the output says about the run."""
+        options = board.parse([])
+        asked_of = {"engines": engines, "models": ["tiny-bloom"], "dtypes": ["float32"]}
         folders = {"engine_files": files, "package_lists": lists, "board": tmp_path}
         small = {"threads": 1, "tokens": 3, "memory_gb": 4.0, "tries": 1, "pause": 0.0}
-        given = {"timeout": 20.0, "rounds": 2, **folders, **small, **options}
-        settings = board.Settings(output=tmp_path / "rows.jsonl", engines=engines, **given)
-        referee = board.Referee(settings, make)
-        referee.run(["tiny-bloom"], ["float32"], lengths)
-        lines = settings.output.read_text().splitlines() if settings.output.exists() else []
-        return [json.loads(line) for line in lines]
+        vars(options).update(asked_of, **folders, **small, lengths=lengths, timeout=20.0, rounds=2)
+        vars(options).update(output=tmp_path / "rows.jsonl", **given)
+        board.Referee(options, make).run()
+        if not options.output.exists():
+            return {}, {}
+        about, *cases = map(json.loads, options.output.read_text().splitlines())
+        return {case["length"]: case["engines"] for case in cases}, about
 
     start.asked = asked
     return start
 
 
-def by_engine(rows, length=64):
-    return {row["engine"]: row for row in rows if row.get("length") == length}
-
-
 def test_an_engine_that_answers_has_times_memory_and_error(run):
-    rows = run("good")
-    row = by_engine(rows)["good"]
+    rows, about = run("good")
+    row = rows[64]["good"]
     assert len(row["read_s"]) == 2 and min(row["read_s"]) >= 0.01
     assert len(row["token_ms"]) == 2 and row["peak_mb"] > 5
     assert row["error"] == 0.5
-    assert any(set(row.get("versions", {})) == {"pip"} for row in rows)
+    assert set(about["versions"]) == {"pip"}
 
 
 @pytest.mark.parametrize(
@@ -112,18 +112,19 @@ def test_an_engine_that_answers_has_times_memory_and_error(run):
 )
 def test_a_failure_says_how_and_the_others_go_on(run, engine, length, why):
     timeout = 2.0 if engine in ("hanging", "tiring") else 20.0
-    rows = by_engine(run(engine, "good", lengths=(length,), timeout=timeout), length)
-    assert rows[engine]["failed"] == why
+    rows = run(engine, "good", lengths=(length,), timeout=timeout)[0][length]
+    assert rows[engine] == {"failed": why}
     assert len(rows["good"]["read_s"]) == 2 and rows["good"]["error"] == 0.5
 
 
 @pytest.mark.processes
-def test_an_engine_that_cannot_be_installed_is_a_row(run):
-    rows = run("absent", "good")
-    (absent,) = (row for row in rows if row["engine"] == "absent")
-    assert absent["absent"].startswith("pip: ERROR: No matching distribution found for no-such")
-    assert "read_s" in by_engine(rows)["good"]
-    assert len(run("absent", "good")) == len(rows)  # said once
+def test_an_engine_that_cannot_be_installed_is_said_once(run):
+    for _ in range(2):
+        rows, about = run("absent", "good")
+        ((engine, why),) = about["absent"]
+        assert engine == "absent"
+        assert why.startswith("pip: ERROR: No matching distribution found for no-such")
+        assert "read_s" in rows[64]["good"]
 
 
 @pytest.mark.thorough
@@ -131,24 +132,23 @@ def test_what_has_a_row_is_not_measured_again(run):
     first = run("good", "crashing")
     assert run("good", "crashing") == first
     assert run.asked == [64]
-    assert [row for row in run("good", "slow") if row not in first][-1]["engine"] == "slow"
+    rows, _ = run("good", "slow")
+    assert list(rows[64]) == ["good", "crashing", "slow"]
+    assert all(rows[64][engine] == row for engine, row in first[0][64].items())
 
 
 @pytest.mark.processes
 def test_what_is_measured_again_takes_the_place_of_its_old_row_alone(run):
-    first = run("good", "crashing", lengths=(64, 65))
-    rows = run("good", lengths=(65,), again=True, rounds=1)
-    assert len(rows) == len(first)
-    assert [x for x in rows if x in first] == [
-        x for x in first if x != by_engine(first, 65)["good"]
-    ]
-    assert len(by_engine(rows, 65)["good"]["read_s"]) == 1
+    first, _ = run("good", "crashing", lengths=(64, 65))
+    rows, _ = run("good", lengths=(65,), again=True, rounds=1)
+    assert rows[64] == first[64] and list(rows[65]) == list(first[65])
+    assert rows[65]["crashing"] == first[65]["crashing"]
+    assert len(rows[65]["good"]["read_s"]) == 1
 
 
 @pytest.mark.processes
 def test_an_engine_is_not_asked_at_the_next_length_without_hope(run):
-    rows = run("good", "slow", "crashing", "refusing", lengths=(64, 65))
-    last = by_engine(rows, 65)
+    last = run("good", "slow", "crashing", "refusing", lengths=(64, 65))[0][65]
     assert "read_s" in last["good"]
     assert last["slow"]["failed"].startswith("not asked: ")
     assert last["slow"]["failed"].endswith("times the best at 64")
@@ -157,13 +157,13 @@ def test_an_engine_is_not_asked_at_the_next_length_without_hope(run):
 
 
 def test_an_engine_is_not_asked_what_must_pass_the_limit(run):
-    rows = run("slow", lengths=(64, 6400), timeout=5.0)
-    assert by_engine(rows, 6400)["slow"]["failed"] == "not asked: 0 s at 64"
+    rows, _ = run("slow", lengths=(64, 6400), timeout=5.0)
+    assert rows[6400]["slow"]["failed"] == "not asked: 0 s at 64"
 
 
 def test_nothing_begins_when_the_time_is_over(run):
-    assert run("good", minutes=-1.0) == []
-    assert by_engine(run("good"))["good"]["error"] == 0.5
+    assert run("good", minutes=-1.0) == ({}, {})
+    assert run("good")[0][64]["good"]["error"] == 0.5
 
 
 @pytest.mark.processes
@@ -174,29 +174,45 @@ def test_an_environment_has_what_it_lists_and_what_this_one_has(load_script, tmp
     subprocess.run([python, "-c", "import numpy"], check=True)
 
 
-def made_up(engine, length, read_s=None, **more):
-    row = {"engine": engine, "model": "bloom-560m", "dtype": "float32", "length": length, **more}
-    return row if read_s is None else {**row, "read_s": read_s}
+def took(read_s, token_ms, peak_mb, error, **more):
+    return {"read_s": read_s, "token_ms": token_ms, "peak_mb": peak_mb, "error": error, **more}
 
 
-FIRST = [
-    {"made": "2026-11-24", "machine": "a machine", "threads": 2, "commit": "abc"},
-    {"engine": "vllm", "absent": "pip: ERROR: no"},
-    {"engine": "onnx", "versions": {"onnxruntime": "1"}},
-    made_up("linbias", 512, [1.0, 1.2, 1.1], token_ms=[9.0], peak_mb=2048, error=1e-6),
-    made_up("onnx", 512, [0.9, 1.0, 0.95], token_ms=[10.0], peak_mb=1024, error=2e-6, others=0.4),
-    made_up("flex", 512, [2.0], token_ms=[20.0], peak_mb=4096, error=2e-6),
-    made_up("linbias", 8192, [20.0], token_ms=[9.0], peak_mb=3072, error=1e-6),
-    made_up("flex", 8192, [30.0], token_ms=[12.0], peak_mb=4096, error=2e-6),
-    made_up("onnx", 8192, failed="asked for 34 GB more, of 20 in all"),
-    made_up("onnx", 32768, failed="not asked: failed at 8,192"),
-]
-SECOND = [
-    {"made": "2026-11-25", "machine": "its successor", "threads": 2, "commit": "def"},
-    {"engine": "onnx", "versions": {"onnxruntime": "2"}},
-    made_up("linbias", 512, [0.5], token_ms=[9.0], peak_mb=2048, error=1e-6),
-    made_up("onnx", 512, [0.6], token_ms=[4.5], peak_mb=1024, error=2e-6),
-]
+def records(about, **lengths):
+    """A file of a machine: the rows of BLOOM by engine, by length."""
+    about = {"threads": 2, "absent": [], **about}
+    case = {"model": "bloom-560m", "dtype": "float32"}
+    rows = [{**case, "length": int(n[1:]), "engines": of} for n, of in lengths.items()]
+    return "".join(json.dumps(line) + "\n" for line in (about, *rows))
+
+
+FIRST = records(
+    {
+        **{"machine": "a machine", "days": ["2026-11-24"], "commits": ["abc"]},
+        **{"versions": {"onnxruntime": "1"}, "absent": [["vllm", "pip: ERROR: no"]]},
+    },
+    n512={
+        "linbias": took([1.0, 1.2, 1.1], [9.0], 2048, 1e-6),
+        "onnx": took([0.9, 1.0, 0.95], [10.0], 1024, 2e-6, others=0.4),
+        "flex": took([2.0], [20.0], 4096, 2e-6),
+    },
+    n8192={
+        "linbias": took([20.0], [9.0], 3072, 1e-6),
+        "flex": took([30.0], [12.0], 4096, 2e-6),
+        "onnx": {"failed": "asked for 34 GB more, of 20 in all"},
+    },
+    n32768={"onnx": {"failed": "not asked: failed at 8,192"}},
+)
+SECOND = records(
+    {
+        **{"machine": "its successor", "days": ["2026-11-25"], "commits": ["def"]},
+        "versions": {"onnxruntime": "2"},
+    },
+    n512={
+        "linbias": took([0.5], [9.0], 2048, 1e-6),
+        "onnx": took([0.6], [4.5], 1024, 2e-6),
+    },
+)
 
 
 @pytest.fixture
@@ -204,8 +220,7 @@ def page(load_script, tmp_path: Path) -> str:
     """What the report writes of two machines, with empty lines between its parts."""
     report = load_script("report")
     (tmp_path / "board").mkdir()
-    for name, rows in (("one", SECOND), ("two", FIRST)):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
+    for name, lines in (("one", SECOND), ("two", FIRST)):
         (tmp_path / "board" / f"{name}.jsonl").write_text(lines)
     page = tmp_path / "board.md"
     page.write_text(report.PAGE.read_text(encoding="utf-8"))

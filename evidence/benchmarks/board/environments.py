@@ -26,38 +26,35 @@ def interpreter(packages: Path, folder: Path) -> Path:
     """
     if not packages.exists():
         return Path(sys.executable)
-    python, state = folder / "bin" / "python", folder / "state.json"
-    text = packages.read_text()
-    want = hashlib.sha256(text.encode()).hexdigest()
+    state = folder / "state.json"
+    want = hashlib.sha256(packages.read_bytes()).hexdigest()
     known = json.loads(state.read_text()) if state.exists() else {}
     if known.get("packages") != want:
-        known = {"packages": want, "failed": install(text, packages, folder)}
+        known = {"packages": want, "failed": install(packages, folder)}
         state.write_text(json.dumps(known))
     if known["failed"]:
         raise NotInstalled(known["failed"])
-    return python
+    return folder / "bin" / "python"
 
 
-def install(text: str, packages: Path, folder: Path) -> str | None:
+def install(packages: Path, folder: Path) -> str | None:
     """Make the environment; return why pip failed, if it did."""
+    print(f"installing {packages.stem}", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
     own = next(folder.glob("lib/python*/site-packages"))
     paths = (*site.getsitepackages(), *site.getusersitepackages().split(":"))
     ours = [path for path in paths if Path(path).is_dir()]
     (own / "ours.pth").write_text(f"import site; list(map(site.addsitedir, {ours!r}))\n")
-    settings = dict(re.findall(r"^#:\s*(\S+?)=(.*?)\s*$", text, re.MULTILINE))
-    command = [python, "-m", "pip", "install", "--quiet", "-r", packages]
+    settings = re.findall(r"^#:\s*(\S+?)=(.*?)\s*$", packages.read_text(), re.MULTILINE)
+    command = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "-r", packages]
     how = {"capture_output": True, "text": True, "timeout": SECONDS}
     try:
-        variables = {**os.environ, **settings}
-        done = subprocess.run(command, env=variables, check=False, **how)
+        done = subprocess.run(command, check=False, env=os.environ | dict(settings), **how)
     except subprocess.TimeoutExpired:
         return f"pip took more than {SECONDS // 60} minutes"
-    (folder / "pip.log").write_text(done.stdout + done.stderr)
     if done.returncode == 0:
         return None
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if not line.startswith(("[notice]", "hint:"))]
-    return errors[-1].strip()[:300] if errors else f"pip ended with {done.returncode}"
+    return errors[-1][:300] if errors else f"pip ended with {done.returncode}"

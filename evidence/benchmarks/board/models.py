@@ -109,23 +109,21 @@ def build(shape: Shape) -> Any:
 
     from linbias.models import LinbiasBertConfig, LinbiasBertModel
 
-    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    sizes = dict(zip(names, (shape.width, shape.layers, shape.heads), strict=True))
-    length, width = 32768 + ROOM, 4 * shape.width
-    if shape.family == "bloom":
-        config = transformers.BloomConfig(**sizes, **tokens)
-        return transformers.BloomForCausalLM(config)
-    if shape.family == "mpt":
-        config = transformers.MptConfig(**sizes, max_seq_len=length, **tokens)
-        return transformers.MptForCausalLM(config)
-    if shape.family == "falcon":
-        options = {"alibi": True, "bias": True, "parallel_attn": False, "multi_query": False}
-        options |= {"max_position_embeddings": length}
-        config = transformers.FalconConfig(**sizes, **options, **tokens)
-        return transformers.FalconForCausalLM(config)
-    more = {"intermediate_size": width, "train_length": 8192, "pad_token_id": 3}
-    return LinbiasBertModel(LinbiasBertConfig(vocab_size=VOCABULARY, **sizes, **more))
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    values = (shape.width, shape.layers, shape.heads, VOCABULARY)
+    sizes: dict[str, Any] = {**dict(zip(names, values, strict=True)), "pad_token_id": 3}
+    if shape.family == "jina":
+        more = {"intermediate_size": 4 * shape.width, "train_length": 8192}
+        return LinbiasBertModel(LinbiasBertConfig(**sizes, **more))
+    whole = {"alibi": True, "bias": True, "parallel_attn": False, "multi_query": False}
+    more = {
+        "bloom": {},
+        "mpt": {"max_seq_len": 32768 + ROOM},
+        "falcon": {**whole, "max_position_embeddings": 32768 + ROOM},
+    }[shape.family]
+    family, ends = shape.family.capitalize(), {"bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{family}Config")(**sizes, **ends, **more)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -22,7 +22,16 @@ from linbias import slopes
 # Each has q [1, H, T, D], k and v [1, H, S, D] and what `bias` of the same name made, and gives
 # [1, H, T, D].
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+# Of slopes [H], T queries, S keys, whether causal, and an array of the type that is wanted.
+Bias = Callable[[Tensor, int, int, bool, Tensor], Any]
 Past = tuple[Tensor, Tensor] | None
+
+
+class Size(NamedTuple):
+    vocabulary: int
+    width: int
+    heads: int
+    layers: int
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -84,34 +93,6 @@ class DecoderLayer(nn.Module):
         return x + self.down(self.activation(self.up(self.norm(x)))), k, v
 
 
-class Decoder(nn.Module):
-    """(ids [1, T], *earlier keys and values) -> (the last logits [1, V], *those of all)."""
-
-    def __init__(
-        self, family: str, vocabulary: int, layers: int, width: int, heads: int, attend: Attend,
-        bias: Callable[..., Any],
-    ) -> None:  # fmt: skip
-        super().__init__()
-        biased = family != "mpt"
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.embedding_norm = nn.LayerNorm(width) if family == "bloom" else nn.Identity()
-        kind = (width, heads, biased, family == "bloom", attend)
-        self.layers = nn.ModuleList(DecoderLayer(*kind) for _ in range(layers))
-        self.norm = nn.LayerNorm(width, bias=biased)
-        self.bias = bias
-        self.register_buffer("slopes", torch.tensor(slopes(heads)), persistent=False)
-
-    def forward(self, ids: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
-        x = self.embedding_norm(self.embedding(ids))
-        T = ids.shape[1]
-        bias = self.bias(self.slopes, T, T + (past[0].shape[2] if past else 0), True, x)
-        kept: list[Tensor] = []
-        for i, layer in enumerate(self.layers):
-            x, k, v = layer(x, bias, (past[2 * i], past[2 * i + 1]) if past else None)
-            kept += [k, v]
-        return at_least_float32(F.linear(self.norm(x[:, -1]), self.embedding.weight)), *kept
-
-
 class EncoderLayer(nn.Module):
     def __init__(self, width: int, heads: int, attend: Attend) -> None:
         super().__init__()
@@ -127,20 +108,39 @@ class EncoderLayer(nn.Module):
         return self.norm(x + self.down(F.gelu(gate) * value))
 
 
+class Decoder(nn.Module):
+    """(ids [1, T], *earlier keys and values) -> (the last logits [1, V], *those of all)."""
+
+    def __init__(self, family: str, size: Size, attend: Attend, bias: Bias) -> None:
+        super().__init__()
+        own = (size.width, size.heads, family != "mpt", family == "bloom", attend)
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.embedding_norm = nn.LayerNorm(size.width) if family == "bloom" else nn.Identity()
+        self.layers = nn.ModuleList(DecoderLayer(*own) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width, bias=family != "mpt")
+        self.bias, self.slopes = bias, Tensor()
+
+    def forward(self, ids: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
+        x = self.embedding_norm(self.embedding(ids))
+        T = ids.shape[1]
+        bias = self.bias(self.slopes, T, T + (past[0].shape[2] if past else 0), True, x)
+        kept: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
+            x, k, v = layer(x, bias, (past[2 * i], past[2 * i + 1]) if past else None)
+            kept += [k, v]
+        return at_least_float32(F.linear(self.norm(x[:, -1]), self.embedding.weight)), *kept
+
+
 class Encoder(nn.Module):
     """ids [1, T] -> the mean of the vectors of all tokens [1, width]."""
 
-    def __init__(
-        self, vocabulary: int, layers: int, width: int, heads: int, attend: Attend,
-        bias: Callable[..., Any],
-    ) -> None:  # fmt: skip
+    def __init__(self, size: Size, attend: Attend, bias: Bias) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.types = nn.Embedding(2, width)
-        self.embedding_norm = nn.LayerNorm(width, 1e-12)
-        self.layers = nn.ModuleList(EncoderLayer(width, heads, attend) for _ in range(layers))
-        self.bias = bias
-        self.register_buffer("slopes", torch.tensor(slopes(heads)), persistent=False)
+        own = (size.width, size.heads, attend)
+        self.embedding, self.types = nn.Embedding(*size[:2]), nn.Embedding(2, size.width)
+        self.embedding_norm = nn.LayerNorm(size.width, 1e-12)
+        self.layers = nn.ModuleList(EncoderLayer(*own) for _ in range(size.layers))
+        self.bias, self.slopes = bias, Tensor()
 
     def vectors(self, ids: Tensor) -> Tensor:
         """[1, T, width]"""
@@ -193,38 +193,40 @@ NAMES = {
 }
 
 
+def split(name: str) -> tuple[str, str]:
+    """The module of a weight with {} for the number of its layer, and the number, or ""."""
+    module = name.rpartition(".")[0]
+    number = next((part for part in module.split(".") if part.isdigit()), "")
+    return module.replace(f".{number}.", ".{}.") if number else module, number
+
+
 def weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
     """The family of a folder, and its weights under the names of this file."""
     family = json.loads((folder / "config.json").read_text())["model_type"]
     found = {}
     for name, weight in load_file(folder / "model.safetensors").items():
-        module, _, kind = name.removeprefix("transformer.").rpartition(".")
-        number = next((part for part in module.split(".") if part.isdigit()), "")
-        ours = NAMES[family].get(module.replace(f".{number}.", ".{}.") if number else module)
-        if ours is not None:  # the output weights are those of the embedding
-            found[f"{ours.format(number)}.{kind}"] = weight
+        module, number = split(name.removeprefix("transformer."))
+        if ours := NAMES[family].get(module):  # the output weights are those of the embedding
+            found[f"{ours.format(number)}.{name.rpartition('.')[2]}"] = weight
     return family, found
 
 
-def load(
-    folder: Path, dtype: str, attend: Attend = eager, bias: Callable[..., Any] = dense_bias
-) -> Any:
+def load(folder: Path, dtype: str, attend: Attend = eager, bias: Bias = dense_bias) -> Any:
     """The model of a folder."""
     family, found = weights(folder)
     config = json.loads((folder / "config.json").read_text())
-    vocabulary, width = found["embedding.weight"].shape
-    layers = 1 + max(int(name.split(".")[1]) for name in found if name.startswith("layers."))
     names = ("n_head", "n_heads", "num_attention_heads")
     heads = next(config[name] for name in names if name in config)
-    sizes = (vocabulary, layers, width, heads, attend, bias)
+    layers = 1 + max(int(split(name)[1] or 0) for name in found)
+    size = Size(*found["embedding.weight"].shape, heads, layers)
     with torch.device("meta"):
-        model = Encoder(*sizes) if family == "linbias_bert" else Decoder(family, *sizes)
-    # Falcon divides the bias by sqrt(head size), as it does q . k.
-    divisor = (width // heads) ** 0.5 if family == "falcon" else 1.0
-    steepness = torch.tensor(slopes(heads) / divisor)
-    model.slopes = steepness
+        kind = (size, attend, bias)
+        model = Encoder(*kind) if family == "linbias_bert" else Decoder(family, *kind)
     model.load_state_dict(found, assign=True)
     model.requires_grad_(False)
     model = model.to(getattr(torch, dtype)).eval()
-    model.slopes = steepness.to(torch.float64 if dtype == "float64" else torch.float32)
+    # Falcon divides the bias by sqrt(head size), as it does q . k.
+    divisor = (size.width // heads) ** 0.5 if family == "falcon" else 1.0
+    kept = torch.float64 if dtype == "float64" else torch.float32
+    model.slopes = torch.tensor(slopes(heads) / divisor, dtype=kept)
     return model

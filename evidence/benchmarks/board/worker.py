@@ -3,9 +3,10 @@
     {"load": true}                                   -> {"load_s", "versions": {package: version}}
     {"length": 512, "tokens": 16, "reference": path} -> {"read_s", "token_ms", "error", "peak_mb"}
 
-An engine is a file with a class `Engine(job)`, and may have `PACKAGES`, whose versions count;
-`refuse(job)`, why it cannot run a model, or None; and `prepare(job)`, which writes the engine's
-own form of the model to `job.converted`, once, in a process of its own.
+An engine is a file of its name, or a name that engines/pytorch.py knows, with a class
+`Engine(job)`. It may have `PACKAGES`, whose versions count; `refuse(job)`, why it cannot run a
+model, or None; and `prepare(job)`, which writes the engine's own form of the model to
+`job.converted`, once, in a process of its own.
 
     Engine.generate(ids, count, tell)  calls `tell` after each of `count` greedy tokens, returns
                                        the logits at the last of `ids`, or None if it has none;
@@ -26,7 +27,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -59,22 +60,32 @@ class Job:
         return self.board / "converted" / self.engine / f"{self.name}-{self.dtype}"
 
 
+def greedy(
+    step: Callable[[list[int]], Any], ids: Sequence[int], count: int, tell: Callable[[], None]
+) -> Any:
+    """Generate in a loop for `Engine.generate`; step: new ids -> the logits [V] at the last."""
+    logits = first = step(list(ids))
+    for number in range(count):
+        token = int(logits.argmax())
+        tell()
+        if number < count - 1:
+            logits = step([token])
+    return first
+
+
 def main() -> None:
-    path, todo, name, dtype, threads, memory_gb, board = sys.argv[1:]
+    files, engine, todo, name, dtype, threads, memory_gb, board = sys.argv[1:]
     limit(int(threads), int(float(memory_gb) * 1e9))
-    job = Job(Path(path).stem, name, dtype, int(threads), Path(board).resolve())
+    job = Job(engine, name, dtype, int(threads), Path(board).resolve())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    serving = prepare(path, job) if todo == "prepare" else serve(path, job)
     try:
-        for answer in serving:
+        for answer in (prepare if todo == "prepare" else serve)(Path(files), job):
             print(json.dumps(answer), file=answers, flush=True)
     except BaseException as error:
         traceback.print_exc()
         print(json.dumps({"failed": said(error)}), file=answers, flush=True)
-        os._exit(0)  # since threads of a library may not end
-    answers.flush()
-    os._exit(0)
+    os._exit(0)  # since threads of a library may not end
 
 
 def limit(threads: int, memory_bytes: int) -> None:
@@ -85,7 +96,9 @@ def limit(threads: int, memory_bytes: int) -> None:
     Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def engine_of(path: str) -> Any:
+def engine_of(files: Path, job: Job) -> Any:
+    path = files / f"{job.engine}.py"
+    path = path if path.exists() else files / "pytorch.py"
     spec = importlib.util.spec_from_file_location("engine", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -94,13 +107,12 @@ def engine_of(path: str) -> Any:
     return module
 
 
-def prepare(path: str, job: Job) -> Iterator[dict[str, Any]]:
-    module = engine_of(path)
+def prepare(files: Path, job: Job) -> Iterator[dict[str, Any]]:
+    module, done = engine_of(files, job), job.converted / "done"
     refuse = getattr(module, "refuse", None)
     if refuse and (why := refuse(job)):
         yield {"failed": f"refused: {why}"}
         return
-    done = job.converted / "done"
     if hasattr(module, "prepare") and not done.exists():
         job.converted.mkdir(parents=True, exist_ok=True)
         module.prepare(job)
@@ -108,21 +120,19 @@ def prepare(path: str, job: Job) -> Iterator[dict[str, Any]]:
     yield {}
 
 
-def serve(path: str, job: Job) -> Iterator[dict[str, Any]]:
+def serve(files: Path, job: Job) -> Iterator[dict[str, Any]]:
     sys.stdin.readline()
     start = time.perf_counter()
-    module = engine_of(path)
+    module = engine_of(files, job)
     engine = module.Engine(job)
     load_s, packages = round(time.perf_counter() - start, 1), getattr(module, "PACKAGES", ())
-    yield {"load_s": load_s, "versions": versions(packages)}
+    yield {"load_s": load_s, "versions": {name: version_of(name) for name in packages}}
     for line in sys.stdin:
         yield run(engine, job.shape.task, **json.loads(line))
 
 
 def run(engine: Any, task: str, length: int, tokens: int, reference: str | None) -> dict[str, Any]:
-    ids = models.text(length)
-    times = [time.perf_counter()]
-    found = None
+    ids, times = models.text(length), [time.perf_counter()]
     if task == "embed":
         found = engine.embed(ids)
         times.append(time.perf_counter())
@@ -130,8 +140,7 @@ def run(engine: Any, task: str, length: int, tokens: int, reference: str | None)
         found = engine.generate(ids, tokens + 1, lambda: times.append(time.perf_counter()))
         assert len(times) == tokens + 2, f"{len(times) - 1} tokens, and not {tokens + 1}"
     answer: dict[str, Any] = {"read_s": times[1] - times[0], "peak_mb": peak_mb()}
-    steps = [after - before for before, after in pairwise(times[1:])]
-    if steps:
+    if steps := [after - before for before, after in pairwise(times[1:])]:
         answer["token_ms"] = statistics.median(steps) * 1e3
     if reference:
         answer["error"] = error(engine.logits(ids) if found is None else found, reference)
@@ -141,8 +150,7 @@ def run(engine: Any, task: str, length: int, tokens: int, reference: str | None)
 def error(found: Any, reference: str) -> float:
     import numpy as np
 
-    expected = np.load(reference)
-    found = np.asarray(found, dtype=np.float64)
+    expected, found = np.load(reference), np.asarray(found, dtype=np.float64)
     assert found.shape == expected.shape, f"{found.shape} numbers, and not {expected.shape}"
     return float(np.abs(found - expected).max())
 
@@ -152,14 +160,11 @@ def peak_mb() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) // 1024
 
 
-def versions(packages: Any) -> dict[str, str]:
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "?"
-    return found
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "?"
 
 
 def said(error: BaseException) -> str:

@@ -1,5 +1,9 @@
 """What a user could run instead, where it is to be had: each name with what makes its call.
 
+FlexAttention with an ALiBi score_mod, with a window per head as BlockMask, and on FlashAttention
+4; SDPA's cuDNN and flash backends with more columns that carry the bias, with the bias as a mask,
+and without a bias (for scale only); flash_attn with alibi_slopes.
+
 Making one may fail, for want of a package or of a backend: whoever makes it says so and goes on.
 In a dry run FlexAttention is not compiled; on a CPU it has no backward pass.
 """
@@ -10,7 +14,6 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +25,6 @@ import linbias
 from gpu.timing import Call, Makers
 from linbias._request import TOLERANCE
 
-ROOT = Path(__file__).resolve().parents[3]
-FOX = ROOT / ".external" / "forgetting_attention.py"
 MASK_LIMIT_BYTES = 8 * 2**30
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
@@ -49,9 +50,6 @@ def biased(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Makers:
             found[f"sdpa {name}, bias columns"] = lambda b=b: columns(q, k, v, slopes, b)
     if H * T * S * q.element_size() < MASK_LIMIT_BYTES:
         found["sdpa, mask"] = lambda: masked(q, k, v, slopes)
-    if FOX.exists() and T == S:
-        gates = -slopes[None, :, None].expand(q.shape[0], -1, T).float().contiguous()
-        found["fox + acp"] = lambda: fox(q, k, v, gates)
     if importlib.util.find_spec("flash_attn"):
         found["flash_attn"] = lambda: flash_attn(q, k, v, slopes)
     return found
@@ -68,13 +66,10 @@ def gated(q: Tensor, k: Tensor, v: Tensor, log_gates: Tensor) -> Makers:
     """Peers of attention whose scores fall by sums of -log f over forget gates f, [B, H, T]."""
     torch.compiler.reset()
     at = -log_gates.double().cumsum(-1).float()
-    found: Makers = {
-        "flex": lambda: flex(q, k, v, lambda s, b, h, i, j: s - (at[b, h, i] - at[b, h, j]))
+    return {
+        "flex": lambda: flex(q, k, v, lambda s, b, h, i, j: s - (at[b, h, i] - at[b, h, j])),
+        "sdpa cudnn, no bias": lambda: partial(sdpa, q, k, v, BACKENDS["cudnn"]),
     }
-    if FOX.exists():
-        found["fox + acp"] = lambda: fox(q, k, v, log_gates)
-    found["sdpa cudnn, no bias"] = lambda: partial(sdpa, q, k, v, BACKENDS["cudnn"])
-    return found
 
 
 def among_points(q: Tensor, k: Tensor, v: Tensor, points: Tensor, slopes: Tensor) -> Makers:
@@ -177,16 +172,6 @@ def masked(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Call:
     bias = -slopes[:, None, None] * away
     bias = bias.masked_fill(away < 0, -math.inf).to(q.dtype)[None]
     return lambda: scaled_dot_product_attention(q, k, v, attn_mask=bias)
-
-
-def fox(q: Tensor, k: Tensor, v: Tensor, log_gates: Tensor) -> Call:
-    """The Forgetting Transformer's kernel, with its adaptive pruning."""
-    spec = importlib.util.spec_from_file_location(FOX.stem, FOX)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    options = {"head_first": True, "sm_scale": q.shape[-1] ** -0.5, "adaptive_threshold": "auto"}
-    return lambda: module.forgetting_attention(q, k, v, log_gates, **options)
 
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Call:

@@ -1,4 +1,4 @@
-"""The stages that measure attention; others are in suite.py, training.py and tiles.py."""
+"""The stages that measure attention; those that run tests are in suite.py."""
 
 import argparse
 import math
@@ -6,19 +6,19 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import linbias
 import linbias.torch
 import record
+from bench_attention import inputs_of
 from bench_points import grid
-from gpu import as_on_a_gpu, peers
-from gpu.timing import ALLOWED_ERROR, GRAPH, Call, Case, Makers, measure
-from linbias.torch import context_parallel
+from gpu import peers
+from gpu.timing import GRAPH, Call, Case, Makers, measure
+from linbias.kernels.triton.sizes import Sizes, Tile, forced
+from linbias.torch.impl import triton
 from record import BACKWARD, FORWARD
 
 
@@ -186,73 +186,89 @@ def gates(options: argparse.Namespace) -> None:
         measure(case, makers | peers.gated(*case.leaves, logs), options)
 
 
-def accuracy(options: argparse.Namespace) -> None:
-    """The error at great length beside the form slope * key_index, relative to float64."""
-    for S in options.long:
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(1, 2, n, 64, device=options.device) for n in (64, S, S))
-        slopes = torch.tensor([0.5, 2.0**-8], device=options.device)
-        truth = by_definition(slopes)(*(x.double() for x in (q, k, v)))
-        at = torch.arange(S, device=options.device)
-        score = q @ k.mT / 8 + slopes[:, None, None] * at
-        other = score.masked_fill(at > at[-64:, None], -math.inf).softmax(-1) @ v
-        for name, out in (("triton", ours(q, k, v, slopes)()), ("slope * key_index", other)):
-            error = ((out - truth).abs().amax((0, 2, 3)) / truth.abs().amax((0, 2, 3))).tolist()
-            line = {
-                "case": f"accuracy-{S}", "implementation": name, "mode": FORWARD, "S": S,
-                "dtype": "float32", **record.here(options.device),
-                "relative_error": {"slope 1/2": error[0], "slope 1/256": error[1]},
-            }  # fmt: skip
-            record.write(line, options.records)
-            print(f"{line['case']} {name:20} {error[0]:.2e} {error[1]:.2e}", flush=True)
+def training(options: argparse.Namespace) -> None:
+    """Attention as the middle layer of a small language model has it, which is trained here."""
+    from linbias.data.corpus import load_corpus
+
+    corpus = load_corpus("stdlib")
+    splits = (corpus.train, corpus.test)
+    train, test = (torch.from_numpy(x.astype("int64")).to(options.device) for x in splits)
+    model = trained(train, options)
+    for T in options.lengths[::2]:
+        layers = inputs_of(model, test[None, :T])
+        arrays = [x.contiguous() for x in layers[len(layers) // 2]]
+        compare(arrays, slopes_of(arrays[0].shape[1], options), options, "trained model")
 
 
-def pieces(options: argparse.Namespace) -> None:
-    """A sequence on processes that share the device: whether it is right, and what is sent."""
-    from ranks import Ranks
+def trained(ids: Tensor, options: argparse.Namespace) -> torch.nn.Module:
+    """A small language model, trained with the kernels for some seconds."""
+    from linbias.models import LinbiasConfig, LinbiasForCausalLM
 
-    (H, D), T = options.shapes[-1], max(options.lengths)
-    with Ranks(options.ranks) as ranks:
-        given = (H, T, D, options.device, options.dtype)
-        results = ranks.run("gpu.stages:attend_on_a_rank", [given] * options.ranks)
-    errors, sent, whole = zip(*results, strict=True)
-    shape, dtype = (1, H, T, D), str(options.dtype).removeprefix("torch.")
-    line = {
-        **record.fields(f"pieces-{T}", shape, shape, dtype, BACKWARD), "implementation": "triton",
-        "num_pieces": options.ranks, "error": max(errors), "sent_bytes": sum(sent),
-        "all_gather_bytes": sum(whole),
-    }  # fmt: skip
-    record.write(line | record.here(options.device), options.records)
-    print(f"off by {max(errors):.2g}, {sum(sent):,} bytes sent, all-gather {sum(whole):,}")
-    if not max(errors) < ALLOWED_ERROR:
-        raise SystemExit("pieces and the whole differ")
-
-
-def attend_on_a_rank(
-    H: int, T: int, D: int, device: str, dtype: torch.dtype
-) -> tuple[float, int, int]:
-    """A rank's relative error, the bytes that it sends, and those of all-gather."""
+    (H, D), (B, T, steps) = options.shapes[-1], (1, 8, 2) if options.dry_run else (32, 512, 200)
+    sizes = {"hidden_size": H * D, "num_attention_heads": H, "intermediate_size": 2 * H * D}
+    config = LinbiasConfig(**sizes, num_hidden_layers=3, attention_implementation="triton")
     torch.manual_seed(0)
-    q, k, v, dout = torch.randn(4, 1, H, T, D, device=device, dtype=dtype)
-    sent = 0
-    exchange = dist.all_to_all_single
+    model = LinbiasForCausalLM(config).to(options.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        starts = torch.randint(len(ids) - T, (B, 1), device=ids.device)
+        batch = ids[starts + torch.arange(T, device=ids.device)]
+        with torch.autocast(options.device, options.dtype, enabled=options.device == "cuda"):
+            loss = model(batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 0 or step == steps - 1:
+            print(f"step {step}: {loss.item() / math.log(2):.3f} bits per byte", flush=True)
+    return model.to(options.dtype).eval()
 
-    def counted(received: Tensor, given: Tensor, *rest: object, **options: object) -> object:
-        nonlocal sent
-        sent += given.nbytes
-        return exchange(received, given, *rest, **options)
 
-    def results(attention: Callable[..., Tensor], *arrays: Tensor) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in arrays[:3]]
-        out = attention(*leaves, implementation="triton")
-        return [out, *torch.autograd.grad(out, leaves, arrays[3])]
+def coarse(options: argparse.Namespace) -> None:
+    """Far blocks in shorter floats or not: what would put a device into `sizes.COARSE`."""
+    dtypes, T = [torch.float32], sorted(options.lengths)[len(options.lengths) // 2]
+    if options.dry_run or torch.cuda.get_device_capability() >= (8, 9):
+        dtypes.append(options.dtype)
+    for dtype, (H, D) in product(dtypes, options.shapes):
+        q, k, v = random(1, H, T, D, options).to(dtype)
+        if dtype != torch.float32:  # 8 bits take no larger scores
+            q /= 16
+        chosen = triton._sizes(q, v)
+        choices = {"triton": chosen, "triton, coarse": chosen._replace(coarse=True)}
+        compare_sizes(f"coarse-{T}", (q, k, v), choices, (FORWARD, BACKWARD), options)
 
-    with as_on_a_gpu():
-        own = [context_parallel.shard(x, 2) for x in (q, k, v, dout)]
-        with mock.patch.object(dist, "all_to_all_single", counted):
-            ours = results(context_parallel.attention, *own)
-        whole = results(linbias.torch.attention, q, k, v, dout)
-    pairs = zip(ours, (context_parallel.shard(x, 2) for x in whole), strict=True)
-    error = max(((x - true).abs().max() / true.abs().max()).item() for x, true in pairs)
-    others = dist.get_world_size() - 1
-    return error, sent, 2 * others * (own[1].nbytes + own[2].nbytes)
+
+def tiles(options: argparse.Namespace) -> None:
+    """Each kernel's tile exchanged for others; the first line is the choice of sizes.py."""
+    T = sorted(options.lengths)[len(options.lengths) // 2]
+    for H, D in options.shapes:
+        q, k, v = random(1, H, T, D, options)
+        chosen = triton._sizes(q, v)
+        for kernel, others in tile_choices(chosen, options).items():
+            choices = {f"tile {tuple(x)}": chosen._replace(**{kernel: x}) for x in others}
+            modes = (FORWARD if kernel == "forward" else BACKWARD,)
+            choices = {"triton, as chosen": chosen, **choices}
+            compare_sizes(f"tiles-{kernel}-{T}", (q, k, v), choices, modes, options)
+
+
+def compare_sizes(
+    name: str, arrays: Any, choices: dict[str, Sizes], modes: Any, options: argparse.Namespace
+) -> None:
+    """The kernels with each choice of sizes, in forward and backward."""
+    slopes = slopes_of(arrays[0].shape[1], options)
+    case = Case(name, *arrays, by_definition(slopes), modes=modes)
+    makers: Makers = dict.fromkeys(choices, lambda: ours(*case.leaves, slopes))
+    measure(case, makers, options, lambda name: forced(choices[name]))
+
+
+def tile_choices(chosen: Sizes, options: argparse.Namespace) -> dict[str, list[Tile]]:
+    """Other tiles for each kernel, such that those of backward still divide forward's."""
+    if options.dry_run:
+        return {"forward": [], "dkv": []}
+    found = {}
+    for kernel, rows in {"forward": (128,), "dq": (64, 128), "dkv": (32, 64)}.items():
+        least = chosen.dq.keys if kernel == "forward" else 32
+        most = chosen.forward.keys if kernel == "dq" else 128
+        sizes = product(rows, (32, 64, 128), (4, 8), (2, 3))
+        tiles = [Tile(*size) for size in sizes if least <= size[1] <= most]
+        found[kernel] = [tile for tile in tiles if tile != getattr(chosen, kernel)]
+    return found

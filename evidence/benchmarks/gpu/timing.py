@@ -9,7 +9,7 @@ import argparse
 import gc
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -82,14 +82,8 @@ class Case:
             truth |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
         return truth
 
-    def check(self, function: Call, mode: str) -> None:
-        """Refuse results that are off by more than rounding."""
-        error = self.error(function, mode)
-        if not error < ALLOWED_ERROR:
-            raise AssertionError(f"a result is off by {error:.2g} of its largest number")
-
-    def error(self, function: Call, mode: str) -> float:
-        """By how much of its largest number the worst result is off."""
+    def check(self, function: Call, mode: str) -> float:
+        """By how much of its largest number the worst result is off: at most by rounding."""
         if mode == FORWARD:
             results = {"out": self.call(function, mode)[:, :, -ROWS:]}
         else:
@@ -98,29 +92,49 @@ class Case:
             dq, dk, dv = self.call(function, mode, dout)
             results = {"dq": dq[:, :, -ROWS:], "dk": dk, "dv": dv}
         errors = {n: (x - self.truth[n]).abs().max() for n, x in results.items()}
-        return max((x / self.truth[n].abs().max()).item() for n, x in errors.items())
+        error = max((x / self.truth[n].abs().max()).item() for n, x in errors.items())
+        if not error < ALLOWED_ERROR:
+            raise AssertionError(f"a result is off by {error:.2g} of its largest number")
+        return error
 
 
-def measure(case: Case, makers: Makers, options: argparse.Namespace) -> None:
-    """Check what `makers` make, time it in turn in each mode, and record it."""
+def measure(
+    case: Case,
+    makers: Makers,
+    options: argparse.Namespace,
+    within: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+) -> None:
+    """Check what `makers` make, time it in turn in each mode, and record it.
+
+    `within` gives what the calls of a name run in, with their backward pass.
+    """
     gc.collect()  # what an earlier case held
     made: dict[str, Call] = {}
     gone: set[str] = set()
+
+    def run(name: str, mode: str, do: Callable[[Call, str], Any] = case.call) -> Any:
+        with within(name):
+            return do(made[name], mode)
+
     for mode in case.modes:
         fields = case.enter(mode)
-        gone |= left_out_before(fields, options)
-        if is_measured(fields, options):
+        before = [x for x in lines_so_far(options) if _identity(fields).items() <= x.items()]
+        gone |= {line["implementation"] for line in before if "left_out" in line}
+        if any("p50_ms" in line for line in before):
             continue
         functions: dict[str, Call] = {}
+        more: dict[str, Fields] = {}
         for name in [name for name in makers if name not in gone]:
             with left_out_if_it_fails(fields, name, gone, options):
                 made[name] = made.get(name) or makers[name]()
-                case.call(made[name], mode)
+                run(name, mode)
+                functions[name] = partial(run, name, mode)
+                more[name] = {"peak_memory_bytes": peak_memory(functions[name])}
                 if not name.endswith(OTHERWISE):
-                    case.check(made[name], mode)
-                functions[name] = partial(case.call, made[name], mode)
-        more = {name: case.fields[name]() for name in functions if name in case.fields}
-        write_times(fields, functions, more, options)
+                    more[name]["error"] = run(name, mode, case.check)
+                more[name] |= case.fields.get(name, dict)()
+        kept = {name: function for name, function in functions.items() if name not in gone}
+        record.compare(fields, kept, options, more)
 
 
 @contextmanager
@@ -144,34 +158,8 @@ def left_out_if_it_fails(
             raise SystemExit(AGAIN) from problem
 
 
-def left_out_before(fields: Fields, options: argparse.Namespace) -> set[str]:
-    """What has failed already, of a stage that is started once more."""
-    return {line["implementation"] for line in _same(fields, options) if "left_out" in line}
-
-
-def is_measured(fields: Fields, options: argparse.Namespace) -> bool:
-    return any("p50_ms" in line for line in _same(fields, options))
-
-
 def _identity(fields: Fields) -> Fields:
     return {name: fields[name] for name in IDENTITY if name in fields}
-
-
-def _same(fields: Fields, options: argparse.Namespace) -> list[Fields]:
-    """The records of this run of one case and mode."""
-    return [x for x in lines_so_far(options) if _identity(fields).items() <= x.items()]
-
-
-def write_times(
-    fields: Fields,
-    functions: dict[str, Call],
-    more: dict[str, Fields],
-    options: argparse.Namespace,
-) -> None:
-    """Time in turn, record and print; `more` are fields by implementation."""
-    peaks = {name: {"peak_memory_bytes": peak_memory(run)} for name, run in functions.items()}
-    more = {name: peaks[name] | more.get(name, {}) for name in functions}
-    record.compare(fields, functions, options, more)
 
 
 def is_ours(name: str) -> bool:

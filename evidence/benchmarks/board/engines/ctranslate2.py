@@ -31,26 +31,14 @@ def prepare(job: Job) -> None:
 
 class Engine:
     def __init__(self, job: Job) -> None:
-        self.generator = Generator(
-            str(job.converted / "model"),
-            device="cpu",
-            compute_type=job.dtype,
-            inter_threads=1,
-            intra_threads=job.threads,
-        )
+        how = {"device": "cpu", "compute_type": job.dtype, "inter_threads": 1}
+        folder = str(job.converted / "model")
+        self.generator = Generator(folder, intra_threads=job.threads, **how)
 
     def generate(self, ids: Sequence[int], count: int, tell: Callable[[], None]) -> None:
-        def step(_: Any) -> bool:
-            tell()
-            return False
-
-        self.generator.generate_batch(
-            [words(ids)],
-            max_length=count,
-            end_token="<unk>",
-            include_prompt_in_result=False,
-            callback=step,
-        )
+        options = {"max_length": count, "end_token": "<unk>", "include_prompt_in_result": False}
+        # A callback that gives False goes on.
+        self.generator.generate_batch([words(ids)], callback=lambda _: bool(tell()), **options)
 
     def logits(self, ids: Sequence[int]) -> Any:
         found = self.generator.forward_batch([words(ids)])

@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from worker import Job
+from worker import Job, greedy
 
 PACKAGES = ("onnxruntime",)
 
 
 def prepare(job: Job) -> None:
     import exporting
+    import plain
 
-    exporting.to_onnx(job, job.converted)
+    exporting.write_onnx(*exporting.example(job, plain.eager), job.converted)
 
 
 class Engine:
@@ -30,18 +31,17 @@ class Engine:
         self.empty = np.zeros((1, heads, 0, width // heads), np.float32)
 
     def generate(self, ids: Sequence[int], count: int, tell: Callable[[], None]) -> Any:
-        logits, *kept = self.run([ids], [self.empty] * len(self.caches))
-        first = logits[0]
-        for _ in range(count - 1):
-            token = logits.argmax(-1)
-            tell()
-            logits, *kept = self.run([token], kept)
-        tell()
-        return first
+        kept = [self.empty] * len(self.caches)
+
+        def step(new: list[int]) -> Any:
+            logits, *kept[:] = self.run(new, kept)
+            return logits[0]
+
+        return greedy(step, ids, count, tell)
 
     def embed(self, ids: Sequence[int]) -> Any:
-        return self.run([ids], [])[0][0]
+        return self.run(ids, [])[0][0]
 
-    def run(self, ids: Any, caches: Sequence[Any]) -> Any:
-        given = {"ids": np.array(ids, np.int64), **dict(zip(self.caches, caches, strict=True))}
+    def run(self, ids: Sequence[int], caches: Sequence[Any]) -> Any:
+        given = {"ids": np.array([ids], np.int64), **dict(zip(self.caches, caches, strict=True))}
         return self.session.run(None, given)

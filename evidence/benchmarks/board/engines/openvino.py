@@ -7,7 +7,7 @@ import numpy as np
 import openvino as ov
 from openvino._offline_transformations import apply_make_stateful_transformation
 
-from worker import Job
+from worker import Job, greedy
 
 PACKAGES = ("openvino",)
 
@@ -43,17 +43,10 @@ class Engine:
 
     def generate(self, ids: Sequence[int], count: int, tell: Callable[[], None]) -> Any:
         self.request.reset_state()
-        logits = self.run([ids])
-        first = logits[0].astype(np.float32)
-        for _ in range(count - 1):
-            token = logits.argmax(-1)
-            tell()
-            logits = self.run([token])
-        tell()
-        return first
+        return greedy(lambda new: self.run(new).astype(np.float32), ids, count, tell)
 
     def embed(self, ids: Sequence[int]) -> Any:
-        return self.run([ids])[0]
+        return self.run(ids)
 
-    def run(self, ids: Any) -> Any:
-        return next(iter(self.request.infer({0: np.array(ids, np.int64)}).values()))
+    def run(self, ids: Sequence[int]) -> Any:
+        return next(iter(self.request.infer({0: np.array([ids], np.int64)}).values()))[0]
