@@ -1,4 +1,4 @@
-"""What the processes of `test_context_parallel` run on their piece of a sequence."""
+"""What the processes of `test_context_parallel` run on their shard of a sequence."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +50,7 @@ class Sent:
 def attend(
     arrays: dict[str, np.ndarray], dtype: str, options: dict[str, Any], backward: bool = True
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], tuple[int, int, int]]:
-    """Results and gradients of a piece, and what was sent: bytes, exchanges, gathers."""
+    """Results and gradients of a shard, and what was sent: bytes, exchanges, gathers."""
     narrow = getattr(torch, dtype)
     wide = torch.float64 if dtype == "float64" else torch.float32
     seed = options.pop("seed", None)
@@ -91,7 +91,7 @@ def attend_or_die(arrays: dict[str, np.ndarray], dies: bool) -> None:
 def read(
     build: tuple[str, dict[str, Any]], ids: torch.Tensor, rows: slice, options: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits of a model's piece, and gradients of its weights, added up over the processes."""
+    """Logits of a model's shard, and gradients of its weights, added up over the processes."""
     model = small(*build)
     given = {name: x[:, rows] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     with context_parallel.use():
@@ -122,7 +122,7 @@ def small(kind: str, changes: dict[str, Any]) -> Any:
     return linbias.models.fuse(AutoModelForCausalLM.from_config(config).double().eval())
 
 
-def generate_in_pieces() -> None:
+def generate_in_shards() -> None:
     with context_parallel.use():
         small("own", {}).generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False)
 
