@@ -16,7 +16,7 @@ It needs PyTorch, Triton, NumPy, pytest and (training) Transformers. Stages, in 
     gates       keys at positions: forget gates
     accuracy    the error at great length beside the form slope * key_index
     sanitizer   a few cases of the contract under compute-sanitizer
-    pieces      a sequence in pieces, on processes that share the device
+    pieces      a sequence in shards, on processes that share the device
     coarse      far blocks in shorter floats, which are off: their error and time, beside precise
     tiles       forward and backward with other tile sizes
 

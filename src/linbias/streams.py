@@ -1,7 +1,7 @@
 """Streams: which keys a cache may drop, and what is known of keys that were dropped.
 
-A head with slope m cannot be moved, beyond rounding, by keys farther away than some window. Two
-answers to how far that is:
+A head with slope m cannot be moved, beyond rounding, by keys beyond its reach. Two answers to
+how far that is:
 
     from the weights    whatever the text: no key that the model can make leads a query's own key
                         by more than `largest_lead`: a weight at distance d is at most

@@ -57,7 +57,7 @@ def test_a_claim_is_what_the_records_say(gpu):
     for missing in (
         *("forward+backward at 4,096 tokens", "forward at 16,384 tokens", "the contract's tests"),
         *("forward+backward with forget gates", "tests under compute-sanitizer"),
-        "a sequence in pieces",
+        "a sequence in shards",
     ):
         assert f"{place}{missing}: not measured." in claims
 

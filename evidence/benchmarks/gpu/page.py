@@ -120,9 +120,9 @@ def errors(lines: list[Line]) -> list[str]:
 def pieces(lines: list[Line]) -> str:
     line = next((x for x in lines if x["case"].startswith("pieces-")), None)
     if line is None:
-        return f"a sequence in pieces: {NOT_MEASURED}"
+        return f"a sequence in shards: {NOT_MEASURED}"
     return (
-        f"a sequence of {line['T']:,} tokens in {line['num_pieces']} pieces differs from the whole"
+        f"a sequence of {line['T']:,} tokens in {line['num_pieces']} shards differs from the whole"
         f" by at most {line['error']:.1e} of the largest number, and sends"
         f" {line['sent_bytes'] / line['all_gather_bytes']:.1%} of what all-gather would"
     )
