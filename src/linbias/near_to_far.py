@@ -326,11 +326,11 @@ def _sums(inputs: Inputs) -> tuple[Float64, Float64] | None:
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")
 def reach(
-    slope: npt.ArrayLike,
-    lead: npt.ArrayLike,
+    slope: Any,
+    lead: Any,
     *,
     tolerance: float,
-    num_keys: float = math.inf,
+    num_keys: Any = math.inf,
     xp: Any = np,
 ) -> Any:
     """Say how far a head can see: from which distance on keys cannot matter to a row.

@@ -4,6 +4,7 @@ JAX has to know the number of its devices before it starts: the checks on four r
 this file as a program. `jax.vmap` with a named axis stands in for devices where nothing is sent.
 """
 
+import builtins
 import json
 import os
 import re
@@ -65,28 +66,23 @@ class Case:
         return {name: np.asarray(jnp.asarray(x, dtypes[name])) for name, x in found.items()}
 
 
+LEFT = (2.0, 0.5, 1.5, 0.6)
 CASES = {
-    "causal": Case((2.0, 0.5, 1.5, 0.6)),
-    "symmetric": Case((2.0, 0.5, 1.5, 0.6), causal=False, check_vma=False),
+    "causal": Case(LEFT),
+    "symmetric": Case(LEFT, causal=False, check_vma=False),
     "directional": Case((2.0, 0.7, INF, INF), (INF, INF, 2.0, 0.7), causal=False),
-    "asymmetric": Case((2.0, 0.5, 1.5, 0.6), (0.9, 3.0, 0.6, 1.0), causal=False),
-    "a halo for each head over several hops": Case(
-        (3.0, 2.0, 0.6, 0.1), num_kv_heads=4, halo=(13, 18, 46, 48)
-    ),
+    "asymmetric": Case(LEFT, (0.9, 3.0, 0.6, 1.0), causal=False),
+    "hops": Case((3.0, 2.0, 0.6, 0.1), num_kv_heads=4, halo=(13, 18, 46, 48)),
     "slopes of 0 and inf": Case((0.0, INF, 0.5, INF), num_kv_heads=4),
-    "one key/value head": Case(
-        (2.0, 0.5, 1.5, 0.6), (1.0,) * 4, causal=False, num_kv_heads=1, halo=47
-    ),
-    "bfloat16": Case((2.0, 0.5, 1.5, 0.6), dtype="bfloat16"),
-    "blocked": Case(
-        (2.0, 0.5, 1.5, 0.6), (INF, 1.0, 1.0, 1.0), causal=False, implementation="blocked"
-    ),
-    "dense": Case((2.0, 0.5, 1.5, 0.6), implementation="dense"),
+    "one key/value head": Case(LEFT, (1.0,) * 4, causal=False, num_kv_heads=1, halo=47),
+    "bfloat16": Case(LEFT, dtype="bfloat16"),
+    "blocked": Case(LEFT, (INF, 1.0, 1.0, 1.0), causal=False, implementation="blocked"),
+    "dense": Case(LEFT, implementation="dense"),
     "a window beyond the next shard": Case(
         (0.0, 0.1, 1.5, 0.6), causal=False, window=(21, 5), implementation="blocked"
     ),
     "a causal window": Case((0.0,) * 4, window=(9, 0), halo=48, implementation="dense"),
-}  # fmt: skip
+}
 
 
 def on_one_device(case, arrays, implementation, x64=False):
@@ -189,37 +185,31 @@ def check_a_halo_that_is_too_small_shows():
 
 
 def check_messages_hold_what_heads_need_and_no_more():
-    case = Case((2.0, 0.5, 1.5, 0.6), num_kv_heads=4)
+    case = Case(LEFT, num_kv_heads=4)
     arrays = {name: x for name, x in case.arrays().items() if name in "qkv"}
+    one_sided = (0.5, 0.5, INF, INF)
     for halo, slopes, right, window in (
-        ((5, 40, 0, 16), case.slopes, None, (-1, -1)),
-        ((5, 40, 100, 5), case.slopes, case.slopes, (-1, -1)),
-        (21, (0.5, 0.5, INF, INF), (INF, INF, 0.5, 0.5), (-1, -1)),
-        (0, case.slopes, None, (-1, -1)),
-        ((5, 40, 100, 5), case.slopes, case.slopes, (17, 3)),
+        ((5, 40, 0, 16), LEFT, None, (-1, -1)),
+        ((5, 40, 100, 5), LEFT, LEFT, (-1, -1)),
+        # Of 48 that a ring would send to each side, for half of the heads.
+        (21, one_sided, one_sided[::-1], (-1, -1)),
+        (0, LEFT, None, (-1, -1)),
+        ((5, 40, 100, 5), LEFT, LEFT, (17, 3)),
     ):
-        of_sides = {"slopes": slopes, "right_slopes": right, "causal": right is None}
-        of_sides["window"] = window
-        one = partial(attention, axis_name="x", halo=halo, **of_sides)
-        forward = in_shards(one, arrays)
+        options = {"slopes": slopes, "right_slopes": right, "causal": right is None}
+        attend = partial(attention, axis_name="x", halo=halo, window=window, **options)
+        forward = in_shards(attend, arrays)
 
         def both_ways(arrays, forward=forward):
             return jax.grad(lambda x: forward(**x).astype(jnp.float32).sum())(arrays)
 
-        counts = np.broadcast_to(np.minimum(halo, (NUM_SHARDS - 1) * T), 4)
-        expected = (
-            2
-            * (8 + 6)
-            * sum(
-                (np.minimum(counts, limit if limit >= 0 else 48) * np.isfinite(side)).sum()
-                for side, limit in zip((slopes, right), window, strict=True)
-                if side is not None
-            )
+        rows = sum(
+            (np.minimum(halo, limit if limit >= 0 else 48) * np.isfinite(side)).sum()
+            for side, limit in zip((slopes, right), window, strict=True)
+            if side is not None
         )
-        assert numbers_sent(lambda x, forward=forward: forward(**x), arrays) == expected
-        assert numbers_sent(both_ways, arrays) == 2 * expected
-        if halo == 21:  # of 48 that a ring would send to each side, for half of the heads
-            assert expected == 2 * 14 * 21 * 4
+        assert numbers_sent(lambda x, forward=forward: forward(**x), arrays) == 2 * 14 * rows
+        assert numbers_sent(both_ways, arrays) == 2 * 2 * 14 * rows
     # Two query heads share a key/value head: it is read while one of them looks that way.
     pairs = {"q": arrays["q"]} | {name: arrays[name][:, :, :2] for name in "kv"}
     one = partial(attention, axis_name="x", halo=9, slopes=(0.5, INF, INF, INF))
@@ -398,48 +388,48 @@ def test_a_halo_of_nothing_and_shards_without_rows():
 
 
 ONES = np.ones((NUM_SHARDS, 1, T, 2, 4), np.float32)
+SHORTER = ONES[:, :, 1:]
+WHOLE = "a sequence in shards has all its keys"
 REFUSED = [
-    (dict(halo=-1), ValueError, "attention: halo must be at least 0, got -1"),
-    (dict(halo=[1, 2, 3]), ValueError, "attention: halo must be an integer, or one for each of the"
-     r" 2 key/value heads, got shape \[3\]"),
-    (dict(halo=2.5), TypeError, "attention: halo must hold integers, got float64"),
-    (dict(halo=True), TypeError, "attention: halo must hold integers, got bool"),
-    (dict(axis_name="y"), ValueError,
-     "attention: axis_name must be an axis of the jax.shard_map around the call, got 'y'"),
-    (dict(axis_name=0), TypeError, "attention: axis_name must be a string or a tuple of strings"),
-    (dict(mask=None), TypeError, "attention: there is no argument mask; a sequence in shards has"
-     " all its keys and no dropout"),
-    (dict(query_range=None), TypeError, "attention: there is no argument query_range; a sequence"
-     " in shards has all its keys"),
-    (dict(window=7), TypeError, "attention: window must be .left, right., .*; got 7"),
-    (dict(is_causal=True), TypeError, "attention: there is no argument is_causal; say causal"),
-]  # fmt: skip
+    ({"halo": -1}, "ValueError attention: halo must be at least 0, got -1"),
+    (
+        {"halo": [1, 2, 3]},
+        "ValueError attention: halo must be an integer, or one for each of the 2",
+    ),
+    ({"halo": 2.5}, "TypeError attention: halo must hold integers, got float64"),
+    ({"halo": True}, "TypeError attention: halo must hold integers, got bool"),
+    ({"axis_name": "y"}, "ValueError attention: axis_name must be an axis of the jax.shard_map"),
+    ({"axis_name": 0}, "TypeError attention: axis_name must be a string or a tuple of strings"),
+    ({"mask": None}, f"TypeError attention: there is no argument mask; {WHOLE} and no dropout"),
+    ({"query_range": None}, f"TypeError attention: there is no argument query_range; {WHOLE}"),
+    ({"window": 7}, "TypeError attention: window must be .left, right., .*; got 7"),
+    ({"is_causal": True}, "TypeError attention: there is no argument is_causal; say causal"),
+    ({"k": SHORTER, "v": SHORTER}, "ValueError attention: k must be as long as q, .* got 15 keys"),
+    ({"v": SHORTER}, "ValueError attention: k has 16 keys but v has 15"),
+    ({"halo": "traced"}, "TypeError attention: halo must be known when the program is traced"),
+]
+REFUSED_TO_MEASURE = [
+    ({"axis_name": "y"}, "ValueError needed_halo: axis_name must be an axis"),
+    ({"halo": 1}, "TypeError needed_halo: there is no argument halo; there are q, k"),
+]
 
 
-@pytest.mark.parametrize(("options", "kind", "words"), REFUSED)
-def test_what_is_refused_is_said(options, kind, words):
-    with pytest.raises(kind, match=f"^context_parallel.{words}"):
-        by_vmap(partial(attention, **{"axis_name": "x", "halo": 1, **options}), ONES, ONES, ONES)
+@pytest.mark.parametrize(("options", "words"), REFUSED + REFUSED_TO_MEASURE)
+def test_what_is_refused_is_said(options, words):
+    kind, _, words = words.partition(" ")
+    arrays = [options.get(name, ONES) for name in "qkv"]
+    options = {"axis_name": "x"} | {n: x for n, x in options.items() if n not in "qkv"}
+    function = needed_halo if words.startswith("needed_halo") else attention
+    if function is attention:
+        options = {"halo": 1} | options
 
+    def run(number):
+        given = {n: number if x == "traced" else x for n, x in options.items()}
+        used = arrays if function is attention else arrays[:2]
+        return by_vmap(partial(function, **given), *used)
 
-def test_lengths_that_differ_and_a_traced_halo_are_refused():
-    attend = partial(attention, axis_name="x", halo=1)
-    words = "context_parallel.attention: k must be as long as q, .* got 15 keys and 16 queries"
-    with pytest.raises(ValueError, match=words):
-        by_vmap(attend, ONES, ONES[:, :, 1:], ONES[:, :, 1:])
-    with pytest.raises(ValueError, match="attention: k has 16 keys but v has 15"):
-        by_vmap(attend, ONES, ONES, ONES[:, :, 1:])
-    words = "attention: halo must be known when the program is traced, .*; measure it in a program"
-    with pytest.raises(TypeError, match=words):
-        jax.jit(lambda n: by_vmap(partial(attention, axis_name="x", halo=n), *[ONES] * 3))(1)
-    for options, words in (
-        ({"axis_name": "y"}, "axis_name must be an axis"),
-        ({"axis_name": "x", "halo": 1}, "there is no argument halo; there are q, k"),
-    ):
-        with pytest.raises(
-            (TypeError, ValueError), match=f"^context_parallel.needed_halo: {words}"
-        ):
-            by_vmap(partial(needed_halo, **options), ONES, ONES)
+    with pytest.raises(getattr(builtins, kind), match=f"^context_parallel.{words}"):
+        jax.jit(run)(1) if "traced" in options.values() else run(1)
 
 
 if __name__ == "__main__":

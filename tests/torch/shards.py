@@ -50,7 +50,10 @@ class Sent:
 def attend(
     arrays: dict[str, np.ndarray], dtype: str, options: dict[str, Any], backward: bool = True
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], tuple[int, int, int]]:
-    """Results and gradients of a shard, and what was sent: bytes, exchanges, gathers."""
+    """Results and gradients of a shard, and what was sent: bytes, exchanges, gathers.
+
+    With cu_seqlens among the options, of packed documents.
+    """
     narrow = getattr(torch, dtype)
     wide = torch.float64 if dtype == "float64" else torch.float32
     seed = options.pop("seed", None)
@@ -65,8 +68,11 @@ def attend(
         leaves["positions"] = places.requires_grad_(backward)
     sides = {"slopes": leaves.get("left"), "right_slopes": leaves.get("right")}
     draw = (lambda device: torch.tensor(seed + dist.get_rank())) if seed is not None else None
+    function: Any = context_parallel.attention
+    if "cu_seqlens" in options:
+        function = context_parallel.attention_varlen
     with Sent() as sent, mock.patch("linbias.torch.call.draw_seed", draw):
-        out, lse = context_parallel.attention(
+        out, lse = function(
             leaves["q"], leaves["k"], leaves["v"], **sides, return_lse=True, **options
         )
         told = sent.bytes, sent.exchanges, sent.gathers
@@ -145,19 +151,3 @@ def attend_in_two_threads(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.
         own.append(linbias.torch.attention(q, q, q))
     assert torch.equal(*own)
     return alone, beside, own[0]
-
-
-def attend_packed(
-    arrays: dict[str, np.ndarray], edges: list[int], options: dict[str, Any]
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], tuple[int, int, int]]:
-    """`attend`, of packed documents: arrays [n, heads, size] and their edges in the whole."""
-    leaves = {n: torch.tensor(arrays[n]).requires_grad_() for n in ("q", "k", "v", "slopes")}
-    with Sent() as sent:
-        q, k, v, slopes = leaves.values()
-        out, lse = context_parallel.attention_varlen(
-            q, k, v, torch.tensor(edges), slopes, return_lse=True, **options
-        )
-        told = sent.bytes, sent.exchanges, sent.gathers
-        (out * torch.tensor(arrays["dout"])).sum().backward()
-    gradients = {name: leaf.grad for name, leaf in leaves.items()}
-    return _numpy({"out": out, "lse": lse}), _numpy(gradients), told

@@ -97,8 +97,8 @@ def test_positions_are_those_of_the_whole_sequence(four: Ranks, name: str, how: 
 class InShards:
     """`context_parallel.attention` on four processes, as the contract asks for it."""
 
-    def __init__(self, ranks: Ranks, how: str = "even", **options: Any) -> None:
-        self.ranks, self.how, self.options = ranks, how, options
+    def __init__(self, ranks: Ranks, how: str = "even") -> None:
+        self.ranks, self.how = ranks, how
         self.sent: list[Any] = []
 
     def run(
@@ -112,7 +112,6 @@ class InShards:
     ) -> Any:
         options: dict[str, Any] = {"causal": case.causal, "scale": case.scale}
         options |= {"dropout": case.dropout, "tolerance": tolerance, "seed": contract.SEED}
-        options |= self.options
         if case.key_range is not None:
             options["key_range"] = case.placement["key_range"]
         if case.rows:
@@ -188,8 +187,7 @@ def test_only_the_keys_that_heads_need_are_sent(four: Ranks) -> None:
 
 def test_no_more_is_sent_than_a_window_shows(four: Ranks) -> None:
     """Without slopes each of three processes fetches the 10 keys before its own, in all heads."""
-    arrays = {n: np.ones((1, 2, 400, 4), "f4") for n in "qkv"}
-    arrays["left"] = np.zeros(2)
+    arrays = {n: np.ones((1, 2, 400, 4), "f4") for n in "qkv"} | {"left": np.zeros(2)}
     sent = []
     for window in ((10, 0), (0, 0)):  # the second for what the processes say in any case
         given = [(x, "float32", {"window": window}, False) for x in shards_of(arrays, 400)]
@@ -203,7 +201,7 @@ def _everything(case: Case, size: int) -> list[int]:
     return [3 * shard] * 4
 
 
-ALIKE = r"{} must be the same on all processes, but rank 2 has not that of rank 0; got"
+ALIKE = "{} must be the same on all processes, but differs between rank 0 and rank 2; got"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # What rank 2 gives, and what it says; so do the others where calls differ.
     "tolerance": ({"tolerance": 1e-3}, ALIKE),
@@ -216,10 +214,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "B": ({"shape": (2, 4, 10, 8)}, ALIKE),
     "H": ({"shape": (1, 2, 10, 8)}, ALIKE),
     "D": ({"shape": (1, 4, 10, 16)}, ALIKE),
-    "float range": (
-        {"key_range": np.array([[0.0, 9]])},
-        "key_range must hold integers, got float",
-    ),
+    "floats": ({"key_range": np.array([[0.0, 9]])}, "key_range must hold integers, got float"),
     "flat range": ({"key_range": np.array([0, 9])}, r"must have shape \[B, 2\] = \[1, 2\], got"),
     "unknown": ({"mask": np.ones((10, 10), bool)}, "there is no argument mask"),
     "falling": ({"positions": -np.arange(10.0)}, "positions must not fall, got -1.0 after -0.0"),
@@ -322,22 +317,13 @@ def of_position(position: str) -> tuple[Any, ...]:
     return ("own", {"position": position}), torch.arange(9)[None], slice(0, 9), {}
 
 
+ALONE = "is read by linbias.torch.attention alone"
+OWN_POSITIONS = "attention: positions of a model, which count from the start of its shard, are"
 UNREADABLE = [
     ("generate_in_shards", (), "queries and keys must be those of one shard, so that there is no"),
     ("not_linbias", (), "linbias.torch.attention must run within the block, but nothing called"),
-    ("read", of_position("rotary"), "is read by linbias.torch.attention alone"),
-    ("read", of_position("sinusoidal"), "is read by linbias.torch.attention alone"),
-    ("read", of_position("none"), "is read by linbias.torch.attention alone"),
-    (
-        "read",
-        of_position("forget"),
-        "attention: positions of a model, which count from the start of its shard, are",
-    ),
-    (
-        "read",
-        of_position("cable"),
-        "attention: positions of a model, which count from the start of its shard, are",
-    ),
+    *(("read", of_position(name), ALONE) for name in ("rotary", "sinusoidal", "none")),
+    *(("read", of_position(name), OWN_POSITIONS) for name in ("forget", "cable")),
 ]
 
 
@@ -368,36 +354,40 @@ def test_documents_cut_by_the_edges_of_shards(
     rng = np.random.default_rng(0)
     heads = {"q": 4, "k": 2, "v": 2, "dout": 4}
     arrays = {n: rng.standard_normal((400, h, 8)) for n, h in heads.items()}
-    slopes, options = np.array([2.0, 0.0, 0.02, 0.3]), {"causal": causal}
-    of_ranks = ({n: x[rows] for n, x in arrays.items()} for rows in cut(400, 4, how))
-    given = [(own | {"slopes": slopes}, list(edges), options) for own in of_ranks]
-    found = four.run("shards:attend_packed", given)
-    leaves = {n: torch.tensor(x).requires_grad_() for n, x in {**arrays, "slopes": slopes}.items()}
-    q, k, v, dout, left = leaves.values()
-    cu = torch.tensor(edges)
-    attend = linbias.torch.attention_varlen
-    out, lse = attend(q, k, v, cu, cu, left, **options, return_lse=True)
-    (out * dout.detach()).sum().backward()
-    whole = {"out": out, "lse": lse}, {"q": q.grad, "k": k.grad, "v": v.grad}
-    for kind, results in enumerate(whole):
-        for name, expected in results.items():
+    arrays["dlse"] = rng.standard_normal((400, 4))
+    left, cu, options = np.array([2.0, 0.0, 0.02, 0.3]), np.array(edges), {"causal": causal}
+    given = [
+        ({n: x[rows] for n, x in arrays.items()} | {"left": left}, "float64")
+        for rows in cut(400, 4, how)
+    ]
+    found = four.run("shards:attend", [(*x, {"cu_seqlens": cu, **options}) for x in given])
+    leaves = [torch.tensor(x).requires_grad_() for x in (*map(arrays.get, "qkv"), left)]
+    whole = linbias.torch.attention_varlen(
+        *leaves[:3], *[torch.tensor(cu)] * 2, leaves[3], **options, return_lse=True
+    )
+    torch.autograd.backward(whole, [torch.tensor(arrays[n]) for n in ("dout", "dlse")])
+    results = dict(zip(("out", "lse"), whole, strict=True))
+    gradients = {n: x.grad for n, x in zip("qkv", leaves[:3], strict=True)}
+    for kind, expected in enumerate((results, gradients)):
+        for name, x in expected.items():
             joined = np.concatenate([part[kind][name] for part in found])
-            np.testing.assert_allclose(joined, expected.detach().numpy(), rtol=1e-11, atol=1e-11)
-    np.testing.assert_allclose(found[0][1]["slopes"], left.grad.numpy(), rtol=1e-10)
+            np.testing.assert_allclose(joined, x.detach().numpy(), rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(found[0][1]["left"], leaves[3].grad.numpy(), rtol=1e-10)
     if edges == EDGES[2] and how == "even":  # nothing but two gathers
         assert sum(told[0] for *_, told in found) == 4 * 3 * (1024 + 4) * 8
 
 
-@pytest.mark.parametrize(
-    ("edges", "words"),
-    [
-        ([0, 30], "cu_seqlens must start at 0, never fall and end at 40"),
-        ([0.0, 40.0], "cu_seqlens must hold integers, got float32"),
-    ],
-)
-def test_edges_of_documents_that_are_wrong(four: Ranks, edges: list[Any], words: str) -> None:
-    arrays = {n: np.ones((10, 4, 8)) for n in ("q", "k", "v", "dout")}
-    four.start("shards:attend_packed", [({**arrays, "slopes": np.ones(4)}, edges, {})] * 4)
+EDGES_REFUSED = {
+    "cu_seqlens must start at 0, never fall and end at 40": np.array([0, 30]),
+    "cu_seqlens must hold integers, got float64": np.array([0.0, 40.0]),
+}
+
+
+@pytest.mark.parametrize("words", EDGES_REFUSED)
+def test_edges_of_documents_that_are_wrong(four: Ranks, words: str) -> None:
+    arrays = dict.fromkeys("qkv", np.ones((10, 4, 8)))
+    options = {"cu_seqlens": EDGES_REFUSED[words]}
+    four.start("shards:attend", [(arrays, "float32", dict(options), False)] * 4)
     for answer in four.wait():
         assert words in str(answer)
 

@@ -225,53 +225,43 @@ class _InShards:
         *,
         implementation: str,
         return_lse: bool,
+        query_start: Tensor | None = None,
+        mask: Tensor | None = None,
+        query_range: Tensor | None = None,
+        positions: Tensor | None = None,
         key_bound: Tensor | None = None,
         **options: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         self.num_calls += 1
         with heard_by_all(k, self.group):
-            self._refuse(q, k, **options)
-            for name in ("query_start", "mask", "query_range", "positions"):
-                options.pop(name, None)
-            shard = Shard(
-                q, k, v, slopes, self.group, of_model=True, begins=self.begins, **options
-            )
+            if not self.in_order:
+                raise ValueError(
+                    "context_parallel.use: position_ids of a shard must count on from token to"
+                    " token: shards are contiguous (context_parallel.shard), not made of head and"
+                    " tail"
+                )
+            if positions is not None:
+                raise NotImplementedError(
+                    "attention: positions of a model, which count from the start of its shard, are"
+                    " not built yet for a sequence in shards; context_parallel.attention takes"
+                    " those of the whole sequence"
+                )
+            if mask is not None or query_range is not None:
+                raise ValueError(
+                    "context_parallel.use: mask and query_range must be None, got one: shards take"
+                    " key_range and window"
+                )
+            if q.shape[2] != k.shape[2] or (query_start is not None and query_start.any()):
+                raise ValueError(
+                    "context_parallel.use: queries and keys must be those of one shard, so that"
+                    f" there is no cache (use_cache=False), got {q.shape[2]} queries and"
+                    f" {k.shape[2]} keys"
+                )
+            of_model: dict[str, Any] = {"of_model": True, "begins": self.begins}
+            shard = Shard(q, k, v, slopes, self.group, **of_model, **options)
         shard.meet()
         out, lse = shard.attend(needed_halo(shard), implementation)
         return (out, lse) if return_lse else out
-
-    def _refuse(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        query_start: Tensor | None = None,
-        mask: Tensor | None = None,
-        query_range: Tensor | None = None,
-        positions: Tensor | None = None,
-        **_: Any,
-    ) -> None:
-        if not self.in_order:
-            raise ValueError(
-                "context_parallel.use: position_ids of a shard must count on from token to token:"
-                " shards are contiguous (context_parallel.shard), not made of head and tail"
-            )
-        if positions is not None:
-            raise NotImplementedError(
-                "attention: positions of a model, which count from the start of its shard, are"
-                " not built yet for a sequence in shards; context_parallel.attention takes those"
-                " of the whole sequence"
-            )
-        if mask is not None or query_range is not None:
-            raise ValueError(
-                "context_parallel.use: mask and query_range must be None, got one: shards take"
-                " key_range and window"
-            )
-        if q.shape[2] != k.shape[2] or (query_start is not None and query_start.any()):
-            raise ValueError(
-                "context_parallel.use: queries and keys must be those of one shard, so that there"
-                f" is no cache (use_cache=False), got {q.shape[2]} queries and {k.shape[2]} keys"
-            )
 
 
 def shard(x: Tensor, dim: int, group: Group = None) -> Tensor:

@@ -115,15 +115,14 @@ class Shard:
         ranges = torch.tensor([[0, p.T]] * p.B) if self.key_range is None else self.key_range
         told = [numbers, radius, center.flatten(), ranges.flatten().to(numbers)]
         rows = gather_told(torch.cat(told), self.k, self.group)
-        of_ranks, self.radii, centers, of_rows = rows.split([len(x) for x in told], 1)
+        of_ranks, self.radii, centers, ranges = rows.split([len(x) for x in told], 1)
         self.centers = centers.unflatten(1, (p.G, p.D))
         for name, row in zip(alike, of_ranks.T[len(own) :].tolist(), strict=True):
             others = [str(rank) for rank, x in enumerate(row) if x != row[0]]
             if others:
                 raise ValueError(
-                    f"{NAME}: {name} must be the same on all processes, but rank"
-                    f" {', '.join(others)} has not that of rank 0; got {alike[name]} on rank"
-                    f" {self.rank}"
+                    f"{NAME}: {name} must be the same on all processes, but differs between rank 0"
+                    f" and rank {', '.join(others)}; got {alike[name]} on rank {self.rank}"
                 )
         lengths, seeds, begins = of_ranks.T[: len(own)].long().tolist()
         self.lengths, self.seed = lengths, seeds[0]
@@ -136,12 +135,16 @@ class Shard:
                     f" start of that on rank {rank}, before which there are {start} tokens"
                 )
         if self.of_model:
-            self._join_ranges(of_rows.long().cpu().unflatten(1, (p.B, 2)), starts)
+            self._join_ranges(ranges.long().cpu().unflatten(1, (p.B, 2)), starts)
         total = sum(lengths)
         if self.key_range is not None:
             _request.check_key_range_values(NAME, self.key_range.numpy(), total)
-        if self.documents is not None:
-            _check_documents(self.documents, total)
+        edges = [0, total] if self.documents is None else self.documents.tolist()
+        if not edges or edges[0] != 0 or edges[-1] != total or edges != sorted(edges):
+            raise ValueError(
+                f"{NAME}_varlen: cu_seqlens must start at 0, never fall and end at {total}, the"
+                f" tokens of all shards, got {edges}"
+            )
         if self.positions is not None and total:
             self._gather_positions(self.positions)
 
@@ -229,9 +232,9 @@ class Shard:
         if self.documents is not None:
             rows = torch.arange(queries.start, queries.stop)
             document = torch.searchsorted(self.documents, rows, right=True)
-            of_rows = torch.stack([self.documents[document - 1], self.documents[document]], -1)
-            of_rows = (of_rows - keys.start).clamp(0, keys.stop - keys.start)
-            placed["query_range"] = of_rows.to(device)
+            seen = torch.stack([self.documents[document - 1], self.documents[document]], -1)
+            seen = (seen - keys.start).clamp(0, keys.stop - keys.start)
+            placed["query_range"] = seen.to(device)
         return prepare(
             NAME,
             *arrays,
@@ -253,20 +256,6 @@ def _integers(name: str, x: Tensor | None) -> Tensor | None:
         return None
     _request.check_integers(NAME, name, describe(name, x, NAME))
     return as_int64(x.cpu())
-
-
-def _check_documents(edges: Tensor, total: int) -> None:
-    numbers = edges.flatten().tolist()
-    if (
-        edges.dim() != 1
-        or numbers[:1] != [0]
-        or numbers[-1:] != [total]
-        or numbers != sorted(numbers)
-    ):
-        raise ValueError(
-            f"{NAME}_varlen: cu_seqlens must start at 0, never fall and end at {total}, the"
-            f" tokens of all shards, got {edges.tolist()}"
-        )
 
 
 def _ball(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
