@@ -1,4 +1,4 @@
-(* A sequence in shares on several processes (docs/guides/many-machines.md, torch.context_parallel), and
+(* A sequence in shards on several processes (docs/guides/many-machines.md, torch.context_parallel), and
    parts of the keys merged (linbias.torch.merge). Each process tells a ball that its keys lie in; a head
    fetches the keys of others within a halo. Proved: a halo that the certificate calls enough is enough, parts
    merged by lse are the whole, and a merge loses no larger share than its parts. *)
@@ -20,7 +20,7 @@ Qed.
 
 (* The keys that a row does not fetch on one side lie in a ball, at distances of d or more. They weigh at most
    as `count` of the nearest: their number (at given positions, keys_within) or, where they are counted, the
-   geometric sum. A row lies `inwards` keys from the edge of its share. The code takes the least halo that
+   geometric sum. A row lies `inwards` keys from the edge of its shard. The code takes the least halo that
    serves; its lse is at most the row's. *)
 Theorem halo_is_enough {Key} D k q c a r m share lse d count (far : Key -> R) unfetched :
   0 < m -> 0 < share -> 0 < count ->

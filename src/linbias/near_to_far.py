@@ -25,7 +25,7 @@ rounding of float32; their tests compare what they leave unread with this module
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ from linbias import _names, _values
 from linbias._arrays import Array, Float64, Inputs, Options, Unmasked, prepare
 from linbias.definition import attention_weights
 
-__all__ = ["attention", "share_outside", "window"]
+__all__ = ["attention", "reach", "share_outside"]
 
 LEFT, RIGHT = 0, 1
 
@@ -324,55 +324,61 @@ def _sums(inputs: Inputs) -> tuple[Float64, Float64] | None:
     return log_sums(inputs.positions, left, inside), mirrored[..., ::-1]
 
 
-def window(
-    slope: npt.ArrayLike,
-    q_norm: npt.ArrayLike,
-    k_norm: npt.ArrayLike,
+@np.errstate(divide="ignore", invalid="ignore", over="ignore")
+def reach(
+    slope: Any,
+    lead: Any,
     *,
-    scale: float,
     tolerance: float,
-    num_keys: float = math.inf,
-) -> Float64:
-    """Say how far a head can matter, from its slope and the norms of its queries and keys.
+    num_keys: Any = math.inf,
+    xp: Any = np,
+) -> Any:
+    """Say how far a head can see: from which distance on keys cannot matter to a row.
 
-    Scores without bias lie within `b = |scale| q_norm k_norm` of 0, and every query sees its own
-    position. So keys at a distance of the window or more hold at most `tolerance` of any row's
-    probability together, whatever their values:
+    If no score without bias leads the log of the row's sum by more than `lead`, keys at a distance
+    of the reach or more hold at most `tolerance` of its probability together, whatever their
+    values:
 
-        exp(b - slope * window) * min(num_keys, 1 / (1 - exp(-slope))) = tolerance * exp(-b)
+        exp(lead - slope * reach) * min(num_keys, 1 / (1 - exp(-slope))) = tolerance
+
+    Scores without bias lie within `b = |scale| |q| |k|` of 0 for the largest norms, and every
+    query sees its own position: a lead of 2 b is enough for any row.
 
     Args:
         slope: [...], at least 0; 0 gives inf.
-        q_norm, k_norm: [...], at least the norm of every query and every key.
-        scale: Factor on q . k.
-        tolerance: Share of the probability that may be left out, in (0, 1).
+        lead: [...], in nats; nan gives nan.
+        tolerance: Share of the probability that may be left out, in [0, 1); 0 gives inf.
         num_keys: At most so many keys lie that far.
+        xp: The functions of the arrays: `numpy`, `torch` or `jax.numpy`, whose arrays slope and
+            lead then are, of one floating type; values are checked for NumPy alone.
 
     Returns:
-        [...], float64, at least 0. A bidirectional head that drops keys on both sides takes half
-        the tolerance for each.
+        [...], at least 0, of NumPy float64. A bidirectional head that drops keys on both sides
+        takes half the tolerance for each.
 
     Raises:
-        ValueError: slope is negative or nan, or tolerance is not in (0, 1).
+        ValueError: slope is negative or nan, or tolerance is not in [0, 1).
 
     Example:
-        >>> window([0.5, 0.0], 8.0, 8.0, scale=0.125, tolerance=2**-24).round(1).tolist()
+        >>> reach([0.5, 0.0], 2 * 8.0, tolerance=2**-24).round(1).tolist()
         [67.1, inf]
     """
-    slope, q_norm, k_norm = (np.asarray(x, np.float64) for x in (slope, q_norm, k_norm))
-    _values.check_slope_values("window", "slope", slope)
-    if not 0 < tolerance < 1:
-        raise ValueError(f"window: tolerance must be in (0, 1), got {tolerance}")
-    nats = 2 * abs(scale) * q_norm * k_norm + log_geometric(slope, num_keys) - math.log(tolerance)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        reach = np.where(slope > 0, nats / slope, math.inf)
-    return np.where(np.isinf(slope), 0.0, np.maximum(reach, 0.0))
+    if xp is np:
+        slope, lead = np.asarray(slope, np.float64), np.asarray(lead, np.float64)
+        _values.check_slope_values("reach", "slope", slope)
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"reach: tolerance must be in [0, 1), got {tolerance}")
+    nats = lead + log_geometric(slope, num_keys, xp) - float(np.log(tolerance))
+    seen = xp.where(slope > 0, (nats / slope).clip(0), math.inf)
+    return xp.where(xp.isinf(slope), 0.0, seen)
 
 
-def log_geometric(slope: npt.ArrayLike, num_keys: float) -> Float64:
+@np.errstate(divide="ignore")
+def log_geometric(slope: Any, num_keys: Any, xp: Any = np) -> Any:
     """log min(num_keys, 1 / (1 - exp(-slope))): at most log sum exp(-slope * i), i < num_keys."""
-    with np.errstate(divide="ignore"):
-        return np.minimum(np.log(num_keys), -np.log(-np.expm1(-np.asarray(slope, np.float64))))
+    slope = xp.asarray(slope)
+    count = xp.log(xp.asarray(num_keys, dtype=slope.dtype))
+    return xp.minimum(count, -xp.log(-xp.expm1(-slope)))
 
 
 def log_sums(

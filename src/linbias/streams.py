@@ -1,7 +1,7 @@
 """Streams: which keys a cache may drop, and what is known of keys that were dropped.
 
-A head with slope m cannot be moved, beyond rounding, by keys farther away than some window. Two
-answers to how far that is:
+A head with slope m cannot be moved, beyond rounding, by keys beyond its reach. Two answers to
+how far that is:
 
     from the weights    whatever the text: no key that the model can make leads a query's own key
                         by more than `largest_lead`: a weight at distance d is at most
@@ -18,9 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _values
 from linbias.definition import Float64
-from linbias.near_to_far import log_geometric
 
 # Lengths |scale q| for which the ledger keeps a sum; between two of them the chord is a bound.
 GRID = np.array([0.0, *2.0 ** np.arange(-4, 6.01, 0.5)])
@@ -107,41 +105,6 @@ def largest_lead(
     scale_of_t = size + float(np.linalg.norm(b)) / radius
     low, high = math.log(scale_of_t) - 8.0, math.log(scale_of_t) + 1.0
     return max(0.0, bound(_least(bound, low, high)) * _UP)
-
-
-def window_of_lead(
-    lead: npt.ArrayLike, slope: npt.ArrayLike, *, tolerance: float
-) -> npt.NDArray[np.float64]:
-    """Say how many of the nearest keys a head must keep, from its lead and its slope.
-
-    Keys at a distance of the window or more hold at most `tolerance` of any row's probability
-    together:
-
-        exp(lead) * sum over i >= window of exp(-slope * i) <= tolerance
-
-    Args:
-        lead: [...], at least 0, as of `largest_lead`.
-        slope: [...], at least 0; 0 gives inf.
-        tolerance: Share of the probability that may be left out, in (0, 1).
-
-    Returns:
-        [...], float64 whole numbers, at least 1; or inf.
-
-    Raises:
-        ValueError: slope is negative or nan, or tolerance is not in (0, 1).
-
-    Example:
-        >>> window_of_lead(10.0, [0.5, 2**-8, 0.0], tolerance=2**-24).tolist()
-        [56.0, 8239.0, inf]
-    """
-    lead, slope = np.asarray(lead, np.float64), np.asarray(slope, np.float64)
-    _values.check_slope_values("window_of_lead", "slope", slope)
-    if not 0 < tolerance < 1:
-        raise ValueError(f"window_of_lead: tolerance must be in (0, 1), got {tolerance}")
-    nats = lead + log_geometric(slope, math.inf) - math.log(tolerance)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        found = np.where(slope > 0, np.ceil(nats / slope), math.inf)
-    return np.maximum(np.where(np.isinf(slope), 1.0, found), 1.0)
 
 
 class Dropped:

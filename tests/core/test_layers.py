@@ -28,13 +28,14 @@ LAYERS = {
     "explain": {"_arrays", "definition", "explain_html", "schedules", "_matrix"},
     "explain_html": {"definition", "_matrix"},
     "near_to_far": {"_arrays", "definition", "_request"},
-    "streams": {"definition", "near_to_far", "_request"},
+    "streams": {"definition"},
     "kernels": {"_cpu", "_machine"} | CORE,
     "cpu": {"kernels", "_arrays", "_request"},
-    "torch": {"kernels"} | CORE | ANYONE,
+    "torch": {"kernels", "near_to_far"} | CORE | ANYONE,
     "compat": {"torch", "definition", "explain"} | CORE | ANYONE,
-    "jax": {"kernels", "_xla"} | CORE | ANYONE,
-    "models": {"data", "_run", "torch", "definition", "streams", "_request"} | ANYONE,
+    "jax": {"kernels", "near_to_far", "_xla"} | CORE | ANYONE,
+    "models": {"data", "_run", "torch", "definition", "near_to_far", "streams", "_request"}
+    | ANYONE,
     "_run": ANYONE,
     "data": {"_run"} | ANYONE,
     "paper": {"lm", "models", "data", "_run"} | ANYONE,
@@ -44,10 +45,10 @@ LAYERS = {
     "example": {"definition", "explain"} | ANYONE,
     "explore": {"example", "_matrix", "explain_html", "definition", "models"} | ANYONE,
     "doctor": {"torch", "jax", "kernels", "models", "_run"} | CORE | ANYONE,
-    "cli": set("""lm paper models data _run definition _matrix explain example explore methods
-        schedules doctor __version__""".split()),
+    "cli": {"lm", "paper", "models", "data", "_run", "definition", "_matrix", "explain", "example"}
+    | {"explore", "methods", "schedules", "doctor", "__version__"},
     "__main__": {"cli"},
-}  # fmt: skip
+}
 IMPLEMENTATIONS = {
     *(f"linbias.torch.impl.{name}" for name in ("dense", "blocked", "cpu", "triton", "sdpa")),
     *(f"linbias.torch.points.{name}" for name in ("dense", "blocked", "cpu")),

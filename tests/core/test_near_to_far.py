@@ -226,28 +226,39 @@ def test_a_key_that_is_not_finite_is_always_read():
 
 @pytest.mark.parametrize("slope", (4.0, 0.5, 0.02))
 @pytest.mark.parametrize("tolerance", (1e-2, 2.0**-24))
-def test_no_key_outside_the_window_matters_whatever_its_value(slope, tolerance):
+def test_no_key_beyond_the_reach_matters_whatever_its_value(slope, tolerance):
     """The worst case: far keys along the query, near ones against it, of the largest norm."""
     D, S = 4, 4000
     q = np.full((1, 1, D), 1.5)
     for num_far in (1, S // 2, S - 1):
         k = np.full((1, S, D), -0.8)
         k[:, :num_far] = 0.8
-        norms = np.linalg.norm(q, axis=-1).max(), np.linalg.norm(k, axis=-1).max()
-        distance = near_to_far.window(slope, *norms, scale=0.5, tolerance=tolerance, num_keys=S)
+        lead = 2 * 0.5 * np.linalg.norm(q, axis=-1).max() * np.linalg.norm(k, axis=-1).max()
+        distance = near_to_far.reach(slope, lead, tolerance=tolerance, num_keys=S)
         first = max(0, S - 1 - math.floor(distance))
         outside = near_to_far.share_outside(q, k, first, S, [slope], scale=0.5)
         assert outside.max() <= tolerance
 
 
-def test_the_window_is_not_much_wider_than_the_worst_case_asks_for():
-    """A row is sure of its own key only; the other near keys shorten what it needs here."""
-    distance = float(near_to_far.window(0.1, 3.0, 1.6, scale=0.5, tolerance=1e-6))
-    q, k = np.full((1, 1, 4), 1.5), np.full((1, 1000, 4), -0.8)
-    first = 1000 - math.ceil(distance) + 30
-    assert distance == near_to_far.window(0.1, 3.0, 1.6, scale=-0.5, tolerance=1e-6)
-    k[:, :first] = 0.8
-    assert near_to_far.share_outside(q, k, first, 1000, [0.1], scale=0.5).max() > 1e-6
+@pytest.mark.parametrize("lead", (0.0, 3.0, 40.0))
+def test_the_reach_is_no_further_than_far_keys_that_all_lead_ask_for(lead):
+    """In NumPy, and in the arrays of the two front ends."""
+    slope = np.array([0.5, 2**-4, 2**-8])
+    distance = near_to_far.reach(slope, lead, tolerance=1e-6)
+    share = np.exp(lead - slope * distance) / -np.expm1(-slope)
+    assert (share[distance > 0] > 1e-6 * (1 - 1e-9)).all() and (share <= 1e-6 * (1 + 1e-9)).all()
+    assert (near_to_far.reach(slope, lead, tolerance=1e-6, num_keys=9) <= distance).all()
+    for name in ("torch", "jax.numpy"):
+        xp = pytest.importorskip(name)
+        found = near_to_far.reach(xp.asarray(slope), xp.asarray(lead), tolerance=1e-6, xp=xp)
+        np.testing.assert_allclose(found, distance, rtol=1e-5)
+
+
+def test_the_reach_of_heads_that_see_everything_or_nothing():
+    found = near_to_far.reach([0.0, math.inf, 0.5, 0.5], [1, 1, math.inf, -99], tolerance=0.1)
+    assert found.tolist() == [math.inf, 0, math.inf, 0]
+    assert near_to_far.reach(0.5, 1.0, tolerance=0.0) == math.inf
+    assert np.isnan(near_to_far.reach(0.5, math.nan, tolerance=0.1))
 
 
 def test_bad_input():
@@ -255,10 +266,10 @@ def test_bad_input():
     for options in ({"tolerance": 1.0}, {"tolerance": math.nan}, {"rows": 0}, {"keys": 0}):
         with pytest.raises(ValueError, match="near_to_far: tolerance must be in"):
             near_to_far.attention(ones, ones, ones, **options)
-    for tolerance in (0.0, 1.0, math.nan):
-        with pytest.raises(ValueError, match=r"window: tolerance must be in \(0, 1\)"):
-            near_to_far.window(0.5, 1.0, 1.0, scale=1.0, tolerance=tolerance)
-    with pytest.raises(ValueError, match="window: slope must be at least 0"):
-        near_to_far.window(-0.5, 1.0, 1.0, scale=1.0, tolerance=0.1)
+    for tolerance in (-0.1, 1.0, math.nan):
+        with pytest.raises(ValueError, match=r"reach: tolerance must be in \[0, 1\)"):
+            near_to_far.reach(0.5, 1.0, tolerance=tolerance)
+    with pytest.raises(ValueError, match="reach: slope must be at least 0"):
+        near_to_far.reach(-0.5, 1.0, tolerance=0.1)
     with pytest.raises(ValueError, match=r"near_to_far: slopes must have shape \[H\]"):
         near_to_far.attention(ones, ones, ones, [1.0, 2.0])

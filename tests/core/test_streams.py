@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from linbias.streams import GRID, Dropped, largest_lead, window_of_lead
+from linbias.near_to_far import reach
+from linbias.streams import GRID, Dropped, largest_lead
 
 TOLERANCE = 2.0**-24
 
@@ -81,21 +82,6 @@ def test_the_lead_holds_for_what_a_layer_norm_makes():
     lead = (0.5 * (q @ k.T - (q * k).sum(-1, keepdims=True))).max()
     bound = largest_lead(F, G, f, radius=math.sqrt(24), scale=0.5, centred=True)
     assert 0 < lead <= bound
-
-
-@pytest.mark.parametrize("slope", [0.5, 2**-4, 2**-8])
-def test_the_window_of_a_lead_is_enough_and_not_too_long(slope):
-    """The worst text: far keys that all lead by as much as a key can, nothing else nearby."""
-    for lead in (0.0, 3.0, 40.0):
-        window = window_of_lead(lead, slope, tolerance=TOLERANCE)
-        distance = np.arange(window, window + 60 / slope)
-
-        def share(first, lead=lead):
-            return np.exp(lead - slope * first) / -np.expm1(-slope)
-
-        np.testing.assert_allclose(np.exp(lead - slope * distance).sum(), share(window), rtol=1e-9)
-        assert share(window) <= TOLERANCE * (1 + 1e-9)
-        assert window == 1 or share(window - 1) > TOLERANCE * (1 - 1e-9)
 
 
 def hostile(kind, N=700, D=8, seed=0):
@@ -174,7 +160,7 @@ def test_an_outlier_is_forgotten():
 def test_what_is_not_finite_never_passes():
     q, k = hostile("random")
     lead = lead_of(np.full((2, 3), math.nan))
-    assert window_of_lead(lead, 0.5, tolerance=0.1) == math.inf
+    assert reach(0.5, lead, tolerance=0.1) == math.inf
     gone = Dropped(0.25, np.zeros(8), scale=0.35)
     nothing_missing = gone.bound(q[:2] * math.nan, [math.nan, 0.0], [5, 6])
     assert (nothing_missing == -math.inf).all()
@@ -219,12 +205,10 @@ def out_of_order():
     [
         (lambda: lead_of(np.ones((2, 4)), radius=1), r"one shape \[D, n\].* \(2, 3\), \(2, 4\)"),
         (lambda: lead_of(np.ones((2, 3)), radius=-1), "radius must be at least 0, got -1"),
-        (lambda: window_of_lead(1.0, -0.5, tolerance=0.1), "slope"),
-        (lambda: window_of_lead(1.0, 0.5, tolerance=1.0), r"tolerance .* \(0, 1\), got 1.0"),
         (lambda: Dropped(math.inf, np.zeros(2), scale=1.0), "slope must be at least 0 and finite"),
         (out_of_order, "first must be at least 7, got 6"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

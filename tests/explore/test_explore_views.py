@@ -110,11 +110,9 @@ def test_the_page_reads_what_near_to_far_reads(
             assert js["ended"][side] == ("bound" if stopped else "keys")
         if tolerance and left[h]:
             norms = times * np.linalg.norm(q[h, position]), np.linalg.norm(k[h], axis=1).max()
-            scale = SIZE**-0.5
-            window = near_to_far.window(
-                left[h], *norms, scale=scale, tolerance=tolerance, num_keys=length
-            )
-            np.testing.assert_allclose(js["window"], window, rtol=1e-12)
+            lead = 2 * SIZE**-0.5 * norms[0] * norms[1]
+            reach = near_to_far.reach(left[h], lead, tolerance=tolerance, num_keys=length)
+            np.testing.assert_allclose(js["window"], reach, rtol=1e-12)
 
 
 RAISED = str.maketrans(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from linbias.data.segments import InPieces, Segments
+from linbias.data.segments import InShards, Segments
 
 pytestmark = pytest.mark.processes
 
@@ -85,7 +85,7 @@ def test_pieces_of_sequences_and_parts_of_batches(tmp_path, sharded):
 def test_segments_in_pieces():
     """Batch j of the loader is part j % pieces of batch j // pieces, which make whole segments."""
     whole = Segments(np.arange(1000, dtype=np.int16), length=10, num_segments=12, seed=0)
-    cut = InPieces(whole, pieces=3, batch_size=2)
+    cut = InShards(whole, shards=3, batch_size=2)
     assert len(cut) == 36
     for batch in range(6):
         expected = whole.__getitems__([2 * batch, 2 * batch + 1])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -30,7 +31,7 @@ from linbias.models.window_cache import layer as window_layer
 from linbias.models.window_cache.certificate import Settings
 from linbias.models.window_cache.dropped_keys import DroppedKeys
 from linbias.models.window_cache.layer import WindowLayer
-from linbias.streams import window_of_lead
+from linbias.near_to_far import reach
 from linbias.torch import attention
 
 SIZE = 8  # of a head
@@ -250,8 +251,8 @@ class Orders(RuleBasedStateMachine):
         caps = [math.inf] * heads
         if is_bounded:  # queries and keys of length 1 at most
             lead = 2 * SIZE**-0.5
-            found = window_of_lead([lead] * 2, slopes, tolerance=TOLERANCE / 2)
-            caps = found.reshape(heads, -1).max(1).tolist()
+            found = reach(slopes, lead, tolerance=TOLERANCE / 2)
+            caps = np.ceil(found).reshape(heads, -1).max(1).tolist()
         dropped = []
         if kept != "nowhere":
             folder = Path(self.folder.name) if kept == "files" else None

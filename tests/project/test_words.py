@@ -20,6 +20,8 @@ ELSEWHERE = {"compat/chapter.py", "linbias/explain.py", "docs/LOG.md"}
     ("other", "ours"),
     [
         (r"penalty|penalties", "bias, which is added and at most 0"),
+        (r"sequence in pieces|piece of a sequence|\ba piece each|\bInPieces\b", "shard"),
+        (r"in shares\b|share of a sequence|own share\b|near_to_far\.window", "shard; reach"),
         (r"bits per token|bits/byte|\bBPB\b", "bits per byte"),
         (r"\bhead \d \(slope|(?<!-)\bslope 0\.(?:5|25|125)\b(?!\d)", "head 0, slope 1/2"),
     ],

@@ -15,7 +15,7 @@ import linbias.torch
 from linbias.kernels import core
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse
 from linbias.torch.decoding import TOLERANCES, decode
-from linbias.torch.share import put_in_place
+from linbias.torch.shard import put_in_place
 
 pytestmark = [
     pytest.mark.usefixtures("same_start"),

@@ -132,12 +132,15 @@ def has_flash_backend() -> bool:
 
 def window_per_head(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
     """The window that the largest norms allow, in whole keys: [H]."""
-    norms = (float(torch.linalg.vector_norm(x.float(), dim=-1).max()) for x in (q, k))
-    scale, tolerance = q.shape[-1] ** -0.5, TOLERANCE[str(q.dtype).removeprefix("torch.")]
-    window = linbias.near_to_far.window(
-        slopes.tolist(), *norms, scale=scale, tolerance=tolerance, num_keys=k.shape[2]
+    norms = tuple(float(torch.linalg.vector_norm(x.float(), dim=-1).max()) for x in (q, k))
+    lead, tolerance = (
+        2 * q.shape[-1] ** -0.5 * norms[0] * norms[1],
+        TOLERANCE[str(q.dtype).removeprefix("torch.")],
     )
-    return torch.from_numpy(window).ceil().clamp(max=k.shape[2]).long().to(q.device)
+    reach = linbias.near_to_far.reach(
+        slopes.tolist(), lead, tolerance=tolerance, num_keys=k.shape[2]
+    )
+    return torch.from_numpy(reach).ceil().clamp(max=k.shape[2]).long().to(q.device)
 
 
 def sdpa(

@@ -52,7 +52,7 @@ def train(
     validate_lengths: options.ValidateLengths = None,
     prompt: options.ContinuedPrompt = None,
     fsdp: options.Fsdp = False,
-    context_parallel: options.Pieces = 1,
+    context_parallel: options.Shards = 1,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
     **training: Any,
@@ -164,7 +164,7 @@ def evaluate(
     limit_tokens: options.LimitTokens = None,
     batch_tokens: options.BatchTokens = 16384,
     context_parallel: Annotated[
-        int, option("Processes that share each segment, a piece each (torchrun).")
+        int, option("Processes that read each segment together, a shard each (torchrun).")
     ] = 1,
     stream: Annotated[bool, option(_ONE_PASS, "--stream")] = False,
     chunk: Annotated[int, option("With --stream: tokens read at once.")] = 512,

@@ -117,8 +117,8 @@ ContinuedPrompt = Annotated[
     str | None,
     training_option("Continue this text after each validation, by 25 tokens.", "--prompt", "-p"),
 ]
-_PIECES = "Processes that share each sequence, a piece each (torchrun)."
-Pieces = Annotated[int, training_option(_PIECES, "--context-parallel")]
+_SHARDS = "Processes that read each sequence together, a shard each (torchrun)."
+Shards = Annotated[int, training_option(_SHARDS, "--context-parallel")]
 Fsdp = Annotated[bool, training_option("Shard the model over processes (torchrun).", "--fsdp")]
 
 # Fields of `TrainSettings` that are options, and what they are. The first four are budgets.

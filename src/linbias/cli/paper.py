@@ -114,7 +114,7 @@ def train(
     position: Position = "alibi",
     fields: options.Fields = None,
     fsdp: options.Fsdp = False,
-    context_parallel: options.Pieces = 1,
+    context_parallel: options.Shards = 1,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
     **recipe_fields: Any,

@@ -57,24 +57,24 @@ class HidingSegments(Segments):
         self.tokens = tokens
 
 
-class InPieces(Dataset[dict[str, Tensor]]):
-    """Segments for processes of which each `pieces` in a row read one sequence, a part each: batch
-    j of the data loaders is part j % pieces of batch j // pieces.
+class InShards(Dataset[dict[str, Tensor]]):
+    """Segments for processes of which each `shards` in a row read one sequence together: batch j
+    of the data loaders is shard j % shards of batch j // shards.
     """
 
-    def __init__(self, segments: Segments, pieces: int, batch_size: int) -> None:
-        self.segments, self.pieces, self.batch_size = segments, pieces, batch_size
+    def __init__(self, segments: Segments, shards: int, batch_size: int) -> None:
+        self.segments, self.shards, self.batch_size = segments, shards, batch_size
 
     def __len__(self) -> int:
-        return len(self.segments) * self.pieces
+        return len(self.segments) * self.shards
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         batches = {index // self.batch_size for index in indices}
         assert len(batches) == 1, "a data loader asks for one batch at a time"
-        batch, piece = divmod(batches.pop(), self.pieces)
+        batch, shard = divmod(batches.pop(), self.shards)
         rows = [batch * self.batch_size + index % self.batch_size for index in indices]
         whole = self.segments.__getitems__(rows)
-        return {name: x.tensor_split(self.pieces, 1)[piece] for name, x in whole.items()}
+        return {name: x.tensor_split(self.shards, 1)[shard] for name, x in whole.items()}
 
 
 @lru_cache(maxsize=2)  # a batch may end one pass and begin the next

@@ -30,7 +30,7 @@ from linbias._run.folders import open_run_folder
 from linbias._run.processes import from_main, num_processes, wait_for_all
 from linbias.data.corpus import Corpus
 from linbias.data.segments import (
-    InPieces,
+    InShards,
     MaskedSegments,
     MaskTokens,
     Segments,
@@ -289,8 +289,8 @@ class LanguageModelRun(Run):
         train: Any = self._segments(corpus.train, self.steps * settings.batch_size, settings.seed)
         valid: Any = validation
         if pieces > 1:
-            train = InPieces(train, pieces, batch_size)
-            valid = valid and InPieces(valid, pieces, validation_batch_size)
+            train = InShards(train, pieces, batch_size)
+            valid = valid and InShards(valid, pieces, validation_batch_size)
         return LanguageModelTrainer(
             self,
             model=model,

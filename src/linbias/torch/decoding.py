@@ -15,7 +15,7 @@ from linbias.torch.call import check_slopes
 from linbias.torch.impl import cpu
 from linbias.torch.operators.direct import unobserved
 from linbias.torch.operators.operator import Inputs
-from linbias.torch.share import share_here
+from linbias.torch.shard import shard_here
 
 # What calls may lose unless they say otherwise.
 TOLERANCES = {getattr(torch, name): value for name, value in _request.TOLERANCE.items()}
@@ -46,7 +46,7 @@ def decode(
         or not _fit(q, k, v, keys, values, num_cached, key_bound, slopes)
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
-        or share_here() is not None
+        or shard_here() is not None
         or not unobserved(q, k, v, keys, slopes)
     ):
         return None

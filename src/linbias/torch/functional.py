@@ -10,7 +10,7 @@ from linbias.torch.call import Slopes, prepare, run
 from linbias.torch.impl import dense
 from linbias.torch.operators.operator import without_autocast
 from linbias.torch.packed import nested
-from linbias.torch.share import refuse_share, share_here
+from linbias.torch.shard import refuse_shard, shard_here
 from linbias.torch.standing import Positions
 
 
@@ -180,7 +180,7 @@ def attention(
         return nested.attention(
             q, k, v, slopes, implementation=implementation, return_lse=return_lse, **options
         )
-    if (shared := share_here()) is not None:
+    if (shared := shard_here()) is not None:
         return shared(
             q, k, v, slopes, implementation=implementation, return_lse=return_lse, **options
         )
@@ -214,7 +214,7 @@ def attention_weights(
     """
     if not options.keys() <= Weighing.__annotations__.keys():
         _names.refuse_unknown("attention_weights", options, attention_weights)
-    refuse_share("attention_weights")
+    refuse_shard("attention_weights")
     inputs, problem = prepare("attention_weights", q, k, k, slopes, **options)
     with without_autocast(inputs.q.device):
         if problem.any_order:

@@ -18,7 +18,7 @@ from transformers import Cache
 
 from linbias.models.decoder.cache import attending_layer
 from linbias.models.decoder.layout import FullMask, TokenLayout, check_integers
-from linbias.torch.share import share_here
+from linbias.torch.shard import shard_here
 
 _HIDDEN = -1e4  # at most; the lowest float16 is -65,504
 
@@ -51,7 +51,7 @@ def read_full_mask(
     (B, T), device = new_tokens.shape[:2], new_tokens.device
     num_cached = 0 if cache is None else int(cache.get_seq_length())
     S, shape = num_cached + T, list(attention_mask.shape)
-    whose = "a share of a sequence" if share_here() is not None else None
+    whose = "a shard of a sequence" if shard_here() is not None else None
     if attending_layer(cache, 0) is not None or (cache is not None and cache.is_compileable):
         whose = f"a {type(cache).__name__}"
     if whose is not None:

@@ -23,7 +23,7 @@ from transformers import Cache
 
 from linbias.models.decoder.rows import Rows, find_texts
 from linbias.torch.operators.values import readable
-from linbias.torch.share import share_here
+from linbias.torch.shard import shard_here
 
 
 class FullMask(NamedTuple):
@@ -198,7 +198,7 @@ def read_attention_mask(
         position_ids: [1 or B, T], integers: the number of each new token in its text, or None.
         has_cache: Whether a cache holds the tokens, or shall hold them.
         has_room: Whether it holds more keys than tokens, as a static one does.
-        allows_holes: Whether the caller puts rows in order. Not for a share of a sequence.
+        allows_holes: Whether the caller puts rows in order. Not for a shard of a sequence.
 
     Example:
         >>> ids = torch.tensor([[7, 7, 5, 6]])
@@ -209,8 +209,8 @@ def read_attention_mask(
     B, T = new_tokens.shape[:2]
     if not isinstance(num_cached, Tensor) or readable(num_cached) is not None:
         num_cached = int(num_cached)
-    if (pieces := share_here()) is not None:
-        pieces.expect(position_ids)
+    if (shared := shard_here()) is not None:
+        shared.expect(position_ids)
         position_ids, allows_holes = None, False
     is_token = _is_token(caller, attention_mask, B, num_cached + T, has_room)
     may_have_holes = _may_have_holes(caller, is_token, allows_holes)

@@ -25,7 +25,7 @@ from linbias.models.decoder.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights
 from linbias.torch.constant import constant
 from linbias.torch.operators.values import readable
-from linbias.torch.share import refuse_share
+from linbias.torch.shard import refuse_shard
 
 
 class AttendOptions(NamedTuple):
@@ -68,7 +68,7 @@ class Position(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         """Return [B, H, T, D] for q [B, H, T, D] and k, v [B, G, S, D]."""
-        refuse_share(type(self).__name__)
+        refuse_shard(type(self).__name__)
         T, S = q.shape[2], k.shape[2]
         grouped = q.shape[1] != k.shape[1]
         if not _is_placed(options) and (T in (1, S) or not self.causal):

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from linbias.schedules import slopes
 from linbias.torch.constant import constant
-from linbias.torch.share import refuse_share
+from linbias.torch.shard import refuse_shard
 
 SlopeScale = str | float | None  # None, "interpolate" or a positive factor
 
@@ -55,7 +55,7 @@ class ModelSlopes:
             return left
         if self._scale != "interpolate":
             return left * float(self._scale)
-        refuse_share("slope_scale='interpolate'")
+        refuse_shard("slope_scale='interpolate'")
         if key_range is None:
             return left * min(1.0, self._train_length / num_keys) if num_keys else left
         keys_of_row = (key_range[:, 1:] - key_range[:, :1]).clamp(min=1)

@@ -13,7 +13,7 @@ from linbias.models.window_cache.certificate import Settings
 from linbias.models.window_cache.near_keys import NearKeys
 from linbias.models.window_cache.pool import CHUNK, Pool, Scores
 from linbias.torch.decoding import TOLERANCES
-from linbias.torch.share import refuse_share
+from linbias.torch.shard import refuse_shard
 
 
 class WindowLayer(NearKeys, AttendingLayer):
@@ -73,7 +73,7 @@ class WindowLayer(NearKeys, AttendingLayer):
         return torch.cat([self.read(q, k, v, scores, may_drop) for q, k, v in chunks], dim=2)
 
     def _check(self, q: Tensor, k: Tensor, layout: TokenLayout) -> None:
-        refuse_share("WindowCache")
+        refuse_shard("WindowCache")
         if torch.compiler.is_compiling():
             raise ValueError(
                 "WindowCache: the model must not be compiled: what is kept depends on the keys' "

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from linbias.definition import Float64
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.window_cache.questions import Questions
-from linbias.streams import largest_lead, window_of_lead
+from linbias.near_to_far import reach
+from linbias.streams import largest_lead
 
 _MOST_TOKENS = 8192  # a vocabulary up to which the first layer is asked about every pair of tokens
 _DEFAULT_TOLERANCE = 2.0**-24
@@ -37,7 +38,8 @@ class Reach:
 
     def of_heads(self, tolerance: float = _DEFAULT_TOLERANCE) -> Float64:
         """[layers, H]: how many near keys hold all but `tolerance` of every row's weight."""
-        return window_of_lead(self.lead, self.slopes, tolerance=tolerance)
+        distance: Float64 = reach(self.slopes, self.lead, tolerance=tolerance)
+        return np.maximum(np.ceil(distance), 1.0)
 
 
 @torch.no_grad()

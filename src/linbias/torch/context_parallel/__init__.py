@@ -1,28 +1,26 @@
-"""Attention over a sequence in shares on several processes: a head fetches what it can reach.
+"""Attention over a sequence in shards on several processes: a head fetches what it can reach.
 
-It attends over [halo, own share, halo]. docs/guides/many-machines.md says how a halo is found, and
-`impl.certificate` how many keys a head cannot do without.
+First `needed_halo` finds how many keys beyond its shard each head needs; then attention runs once
+over [halo, own shard, halo]. docs/guides/many-machines.md says what that sends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
-import numpy as np
 from torch import Tensor
 
-from linbias import _names, _request, _values
-from linbias.torch.call import Slopes, describe
-from linbias.torch.context_parallel.halo import Group, rank_and_size
-from linbias.torch.context_parallel.shares import OUT_OF_ORDER, Share
-from linbias.torch.share import put_in_place
+from linbias import _names
+from linbias.torch.call import Slopes
+from linbias.torch.context_parallel.call import NAME, Shard
+from linbias.torch.context_parallel.needed import needed_halo
+from linbias.torch.context_parallel.processes import Group, heard_by_all, rank_and_size
+from linbias.torch.shard import put_in_place
 from linbias.torch.standing import Positions
-
-_NAME = "context_parallel.attention"
 
 
 class Packed(TypedDict, total=False):
-    """The keywords of `linbias.torch.attention` that documents in shares have too."""
+    """The keywords of `linbias.torch.attention` that documents in shards have too."""
 
     causal: bool
     right_slopes: Slopes | None
@@ -32,7 +30,7 @@ class Packed(TypedDict, total=False):
 
 
 class Options(Packed, total=False):
-    """The keywords of `linbias.torch.attention` that a sequence in shares has too."""
+    """The keywords of `linbias.torch.attention` that a sequence in shards has too."""
 
     key_range: Tensor | None
     positions: Positions | None
@@ -49,34 +47,27 @@ def attention(
     implementation: str = "auto",
     return_lse: bool = False,
     group: Group = None,
-    halo: Literal["negotiate"] | int | Sequence[int] = "negotiate",
-    lengths: Sequence[int] | None = None,
-    check: bool = True,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run `linbias.torch.attention` on a sequence whose shares lie on processes, by rank.
+    """Run `linbias.torch.attention` on a sequence whose shards lie on processes, by rank.
 
-    Each process gives its own share, of any length, also 0, and gets the results of its own
+    Each process gives its own shard, of any length, also 0, and gets the results of its own
     queries: those of the whole sequence, up to rounding and the tolerance. Differentiable in q, k,
     v and the slopes, whose gradients are those of the whole sequence on every process. A repeated
     call gives the same bits. Each query stands at the key of its own number.
 
     Args:
-        q: [B, H, n, D], the share's n tokens; B, H, dtype and options alike on all processes.
+        q: [B, H, n, D], the shard's n tokens; B, H, dtype and options alike on all processes.
         k: [B, G, n, D].
         v: [B, G, n, E].
         slopes, causal, right_slopes, scale, window, implementation, return_lse: As for
             `linbias.torch.attention`. No more is fetched than a window shows.
         key_range: [B, 2], likewise, counted in the whole sequence.
-        positions: [n], [B, n] or [B, H, n], likewise: where the share's keys stand, and its
-            queries; they never fall from share to share either. Every process gets those of all.
+        positions: [n], [B, n] or [B, H, n], likewise: where the shard's keys stand, and its
+            queries; they never fall from shard to shard either. Every process gets those of all.
         dropout: Likewise; its mask is that of one process with the seed of rank 0.
         tolerance: Likewise; half of it for keys that are not fetched, half for those not read.
         group: A process group, or a mesh of one dimension; None is the group of all processes.
-        halo: "negotiate": as many keys as the certificate asks for. Numbers, one for all key/value
-            heads or for each: fetch so many from each open side, without asking the others.
-        lengths: With numbers as halo, those of all shares; None: all are as long as this one.
-        check: With numbers as halo, look afterwards whether they were enough.
 
     Returns:
         [B, H, n, E] in q's dtype; with return_lse also lse [B, H, n], float32 (float64 for
@@ -84,8 +75,9 @@ def attention(
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `linbias.torch.attention`; or q, k and v are
-            not equally long, or the halo was too small, or breaks a rule.
-        RuntimeError: The processes' calls differ, named by rank, or one died or was too late.
+            not equally long, or the processes' calls differ.
+        RuntimeError: Another process refused its arguments, named by rank, or died or was too
+            late.
 
     Example:
         >>> import tempfile
@@ -100,30 +92,13 @@ def attention(
 
     Source: Press, Smith and Lewis, ICLR 2022, section 3, for the bias; the halo is this project's.
     """
-    if not options.keys() <= Options.__annotations__.keys():
-        _names.refuse_unknown(_NAME, options, attention)
-    share = Share(q, k, v, slopes, group, **options)
-    out, lse = _run(share, implementation, halo, lengths, check)
+    with heard_by_all(k, group):
+        if not options.keys() <= Options.__annotations__.keys():
+            _names.refuse_unknown(NAME, options, attention)
+        shard = Shard(q, k, v, slopes, group, **options)
+    shard.meet()
+    out, lse = shard.attend(needed_halo(shard), implementation)
     return (out, lse) if return_lse else out
-
-
-def _run(
-    share: Share,
-    implementation: str,
-    halo: str | int | Sequence[int],
-    lengths: Sequence[int] | None,
-    check: bool,
-) -> tuple[Tensor, Tensor]:
-    if isinstance(halo, str):
-        if halo != "negotiate":
-            raise ValueError(f"{_NAME}: halo must be 'negotiate' or numbers, got {halo!r}")
-        table = share.meet()
-        return share.attend(share.agree(table, share.needs(table)), implementation)
-    plan = share.given(halo, lengths)
-    out, lse = share.attend(plan, implementation)
-    if check:
-        share.refuse_too_few(plan, lse)
-    return out, lse
 
 
 @_names.show_keywords(Packed)
@@ -139,13 +114,13 @@ def attention_varlen(
     group: Group = None,
     **options: Unpack[Packed],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run `linbias.torch.attention_varlen` on packed documents, cut into shares anywhere.
+    """Run `linbias.torch.attention_varlen` on packed documents, cut into shards anywhere.
 
-    Otherwise as `attention`, with halo="negotiate": only documents at the edges fetch keys.
+    Otherwise as `attention`; only documents at the edges fetch keys.
 
     Args:
-        q: [n, H, D], the share's n tokens.
-        k: [n, G, D].
+        q: [n, H, D], the shard's n tokens.
+        k: [n, G, D], finite, as v is, or other documents see it.
         v: [n, G, E].
         cu_seqlens: [documents + 1], integers from 0 to the sum of all n that do not fall, alike on
             all processes: where documents begin and end in the whole sequence.
@@ -168,48 +143,35 @@ def attention_varlen(
         torch.Size([5, 2, 4])
         >>> dist.destroy_process_group()
     """
-    if not options.keys() <= Packed.__annotations__.keys():
-        _names.refuse_unknown(f"{_NAME}_varlen", options, attention_varlen)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
-            raise ValueError(
-                f"{_NAME}_varlen: {name} must have 3 axes, n, heads, size, got {list(x.shape)}"
-            )
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    share = Share(q, k, v, slopes, group, **options)
-    described = describe("cu_seqlens", cu_seqlens, f"{_NAME}_varlen")
-    _request.check_holds(f"{_NAME}_varlen", "cu_seqlens", described.dtype, "integers")
-    share.documents = _values.as_int64(cu_seqlens.cpu().numpy())
-    table = share.meet()
-    total, edges = sum(table.lengths), share.documents
-    row = edges.ndim == 1 and len(edges)
-    if not row or edges[0] != 0 or edges[-1] != total or (np.diff(edges) < 0).any():
-        raise ValueError(
-            f"{_NAME}_varlen: cu_seqlens must start at 0, never fall and end at {total}, the"
-            f" tokens of all pieces, got {edges.tolist()}"
-        )
-    out, lse = share.attend_documents(share.agree(table, share.needs(table)), implementation)
+    function = f"{NAME}_varlen"
+    q, k, v = (x.transpose(0, 1)[None] if x.dim() == 3 else x for x in (q, k, v))
+    with heard_by_all(k, group):
+        if not options.keys() <= Packed.__annotations__.keys():
+            _names.refuse_unknown(function, options, attention_varlen)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.dim() != 4 or len(x) != 1:
+                raise ValueError(
+                    f"{function}: {name} must have 3 axes, n, heads, size, got {list(x.shape)}"
+                )
+        shard = Shard(q, k, v, slopes, group, documents=cu_seqlens, **options)
+    shard.meet()
+    out, lse = shard.attend(needed_halo(shard), implementation)
+    out, lse = out[0].transpose(0, 1), lse[0].transpose(0, 1)
     return (out, lse) if return_lse else out
 
 
 @contextmanager
-def use(
-    group: Group = None,
-    *,
-    halo: Literal["negotiate"] | int | Sequence[int] = "negotiate",
-    lengths: Sequence[int] | None = None,
-    check: bool = True,
-) -> Iterator[None]:
-    """Within the block `linbias.torch.attention` takes what this thread gives it for a share.
+def use(group: Group = None) -> Iterator[None]:
+    """Within the block `linbias.torch.attention` takes what this thread gives it for a shard.
 
     A model that attends by that function, as those of `linbias.models`, is called on each process
-    with its share (`context_parallel.shard(ids, dim=1)`) of the tokens, of the attention mask, and
+    with its shard (`context_parallel.shard(ids, dim=1)`) of the tokens, of the attention mask, and
     of labels that are already those of the next tokens; without a cache. Gradients of weights and
-    slopes are the own share's, to be added up, as FSDP does. Where checkpoints of activations are
+    slopes are the own shard's, to be added up, as FSDP does. Where checkpoints of activations are
     recomputed, the block must hold backward as well.
 
     Args:
-        group, halo, lengths, check: As for `attention`; padding needs halo="negotiate".
+        group: As for `attention`.
 
     Raises:
         RuntimeError: Nothing within the block called `linbias.torch.attention`.
@@ -227,24 +189,32 @@ def use(
         >>> dist.destroy_process_group()
     """
     rank_and_size(group)
-    shared = _InShares(group, halo, lengths, check)
+    shared = _InShards(group)
     with put_in_place(shared):
         yield
     if not shared.num_calls:
         raise RuntimeError(
             "context_parallel.use: linbias.torch.attention must run within the block, but nothing"
-            " called it: the model attends in another way, on each process to its own piece alone"
+            " called it: the model attends in another way, on each process to its own shard alone"
             " (linbias.models.load gives models that call it)"
         )
 
 
-class _InShares:
+class _InShards:
     """What `use` puts in the place of `linbias.torch.attention`."""
 
-    def __init__(self, group: Group, *options: Any) -> None:
-        self.group, self.options = group, options
-        self.num_calls = 0
-        self.begins: int | None = None  # the number of the share's first token, if it was told
+    begins: int | None = None  # the number of the shard's first token, if it was told
+    in_order = True  # whether its tokens' numbers follow each other
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.num_calls = group, 0
+
+    def expect(self, position_ids: Tensor | None) -> None:
+        """Take the numbers of a shard's tokens."""
+        self.begins, self.in_order = None, True
+        if position_ids is not None and position_ids.numel():
+            self.begins = int(position_ids.min())
+            self.in_order = bool((position_ids.diff(dim=-1) == 1).all())
 
     def __call__(
         self,
@@ -257,42 +227,45 @@ class _InShares:
         return_lse: bool,
         query_start: Tensor | None = None,
         mask: Tensor | None = None,
+        query_range: Tensor | None = None,
         positions: Tensor | None = None,
         key_bound: Tensor | None = None,
         **options: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if positions is not None:
-            raise NotImplementedError(
-                "attention: positions of a model, which count from the start of its piece, are"
-                " not built yet for a sequence in pieces; context_parallel.attention takes those"
-                " of the whole sequence"
-            )
         self.num_calls += 1
-        if mask is not None or options.pop("query_range", None) is not None:
-            raise ValueError(
-                "context_parallel.use: mask and query_range must be None, got one: pieces take"
-                " key_range and window"
-            )
-        if q.shape[2] != k.shape[2] or (query_start is not None and query_start.any()):
-            raise ValueError(
-                "context_parallel.use: queries and keys must be those of one piece, so that there"
-                f" is no cache (use_cache=False), got {q.shape[2]} queries and {k.shape[2]} keys"
-            )
-        share = Share(q, k, v, slopes, self.group, **options)
-        share.within, share.begins = True, self.begins
-        out, lse = _run(share, implementation, *self.options)
+        with heard_by_all(k, self.group):
+            if not self.in_order:
+                raise ValueError(
+                    "context_parallel.use: position_ids of a shard must count on from token to"
+                    " token: shards are contiguous (context_parallel.shard), not made of head and"
+                    " tail"
+                )
+            if positions is not None:
+                raise NotImplementedError(
+                    "attention: positions of a model, which count from the start of its shard, are"
+                    " not built yet for a sequence in shards; context_parallel.attention takes"
+                    " those of the whole sequence"
+                )
+            if mask is not None or query_range is not None:
+                raise ValueError(
+                    "context_parallel.use: mask and query_range must be None, got one: shards take"
+                    " key_range and window"
+                )
+            if q.shape[2] != k.shape[2] or (query_start is not None and query_start.any()):
+                raise ValueError(
+                    "context_parallel.use: queries and keys must be those of one shard, so that"
+                    f" there is no cache (use_cache=False), got {q.shape[2]} queries and"
+                    f" {k.shape[2]} keys"
+                )
+            of_model: dict[str, Any] = {"of_model": True, "begins": self.begins}
+            shard = Shard(q, k, v, slopes, self.group, **of_model, **options)
+        shard.meet()
+        out, lse = shard.attend(needed_halo(shard), implementation)
         return (out, lse) if return_lse else out
-
-    def expect(self, position_ids: Tensor | None) -> None:
-        """Take the numbers of a share's tokens; all processes hear of a wrong order."""
-        self.begins = None
-        if position_ids is not None and position_ids.numel():
-            in_order = bool((position_ids.diff(dim=-1) == 1).all())
-            self.begins = int(position_ids.min()) if in_order else OUT_OF_ORDER
 
 
 def shard(x: Tensor, dim: int, group: Group = None) -> Tensor:
-    """This process's share, a view, of a tensor x that all processes have; dim: of the sequence.
+    """This process's shard, a view, of a tensor x that all processes have; dim: of the sequence.
 
     Raises:
         ValueError: There are fewer tokens than processes.

@@ -1,133 +1,106 @@
-"""Who fetches which keys of a sequence in shares, their exchange, and that of their gradients."""
+"""The halo of a shard: which process fetches which keys, their exchange, and their gradients'."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-Group = dist.ProcessGroup | DeviceMesh | None
+from linbias.torch.context_parallel.processes import Group, add_up, named_failures, process_group
+
 LEFT, RIGHT = 0, 1
 
 
 @dataclass(frozen=True)
-class Part:
-    """`count` keys of a head, from `at` on in the owner's share, `into` in the halo."""
-
-    side: int
-    head: int
-    at: int
-    count: int
-    into: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who fetches what, alike on all processes."""
+class Halo:
+    """What all processes fetch, known to each."""
 
     rank: int  # of this process
-    lengths: list[int]  # of the shares
-    counts: list[list[list[int]]]  # [ranks][2][G]: keys beyond its left and its right edge
-    seed: int  # of dropout, rank 0's
+    lengths: list[int]  # [ranks], of the shards
+    counts: list[list[list[int]]]  # [ranks][2][G]: keys beyond a shard's left and right edge
 
-    def widths(self) -> tuple[int, int]:
-        """The longest halo of the own heads on each side."""
+    @property
+    def starts(self) -> list[int]:
+        """[ranks + 1]: where shards start in the sequence."""
+        return list(accumulate(self.lengths, initial=0))
+
+    @property
+    def here(self) -> slice:
+        """What this process has in the end, in the sequence: [halo, own shard, halo]."""
         left, right = (max(counts, default=0) for counts in self.counts[self.rank])
-        return left, right
+        return slice(self.starts[self.rank] - left, self.starts[self.rank + 1] + right)
 
-    def parts(self, reader: int, owner: int) -> list[Part]:
-        """What `reader` fetches from `owner`."""
-        starts = [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
+    def fetched(self, reader: int, owner: int) -> list[tuple[int, int, int]]:
+        """What `reader` gets from `owner`: heads, with the first and one past the last key."""
+        starts, parts = self.starts, []
         begin, end = starts[reader], starts[reader + 1]
-        parts = []
         for side, counts in enumerate(self.counts[reader]):
-            for g, count in enumerate(counts):
-                wanted = (begin - count, begin) if side == LEFT else (end, end + count)
-                first = max(wanted[0], starts[owner])
-                stop = min(wanted[1], starts[owner + 1])
+            for head, count in enumerate(counts):
+                first, stop = (begin - count, begin) if side == LEFT else (end, end + count)
+                first, stop = max(first, starts[owner]), min(stop, starts[owner + 1])
                 if first < stop:
-                    outer = wanted[0] if side == LEFT else end
-                    parts.append(Part(side, g, first - starts[owner], stop - first, first - outer))
+                    parts.append((head, first, stop))
         return parts
 
 
 class Fetch(torch.autograd.Function):
-    """k and v to halos [B, G, width, D or E] of both sides, zeros where not fetched.
+    """k and v [B, G, n, size] with their halos, [B, G, halo + n + halo, size].
 
-    Slopes pass through: their gradients are added up over the processes, after the exchange.
+    A head that fetches fewer keys than others has zeros there. Slopes and the positions of all
+    keys pass through: their gradients are added up over the processes, after the exchange.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        k: Tensor,
-        v: Tensor,
-        left: Tensor | None,
-        right: Tensor | None,
-        plan: Plan,
-        group: Group,
+        ctx: Any, halo: Halo, group: Group, k: Tensor, v: Tensor, *alike: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        ctx.plan, ctx.group, ctx.shapes = plan, group, (k.shape, v.shape)
-        halos = [
-            tuple(x.new_zeros(*x.shape[:2], width, x.shape[3]) for x in (k, v))
-            for width in plan.widths()
-        ]
-        _exchange(plan, group, (k, v), halos, back=False)
-        slopes = (s if s is None else s.view_as(s) for s in (left, right))
-        return *halos[0], *halos[1], *slopes
+        ctx.halo, ctx.group = halo, group
+        here, start = halo.here, halo.starts[halo.rank]
+        ctx.own = slice(start - here.start, start - here.start + k.shape[2])
+        whole = tuple(
+            x.new_zeros(*x.shape[:2], here.stop - here.start, x.shape[3]) for x in (k, v)
+        )
+        for x, own in zip(whole, (k, v), strict=True):
+            x[:, :, ctx.own] = own
+        _exchange(halo, group, whole, back=False)
+        return *whole, *(x if x is None else x.view_as(x) for x in alike)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        dk, dv = (gradients[0].new_zeros(shape) for shape in ctx.shapes)
-        _exchange(ctx.plan, ctx.group, (dk, dv), (gradients[:2], gradients[2:4]), back=True)
-        slopes = list(gradients[4:])
-        for side, needed in enumerate(ctx.needs_input_grad[2:4]):
-            if needed:
-                # A copy: the gradient may be one number that is seen many times.
-                total = slopes[side].double().clone(memory_format=torch.contiguous_format)
-                with named_failures():
-                    dist.all_reduce(total, group=process_group(ctx.group))
-                slopes[side] = total.to(slopes[side].dtype)
-        return dk, dv, *slopes, None, None
+        whole = tuple(x.clone(memory_format=torch.contiguous_format) for x in gradients[:2])
+        _exchange(ctx.halo, ctx.group, whole, back=True)
+        of_all = (
+            add_up(x, ctx.group) if needed else None
+            for x, needed in zip(gradients[2:], ctx.needs_input_grad[4:], strict=True)
+        )
+        return None, None, *(x[:, :, ctx.own] for x in whole), *of_all
 
 
-def _exchange(
-    plan: Plan,
-    group: Group,
-    own: tuple[Tensor, Tensor],
-    halos: Sequence[tuple[Tensor, ...]],
-    back: bool,
-) -> None:
-    """Fill the halos from the shares; or, back, add them to these, in a fixed order."""
-    left_width = plan.widths()[LEFT]
-    ranks = range(len(plan.lengths))
+def _exchange(halo: Halo, group: Group, whole: tuple[Tensor, ...], back: bool) -> None:
+    """Fill the halos of arrays [B, G, halo + n + halo, size] from the shards of the others; or,
+    back, add the halos to those shards, in a fixed order.
+    """
+    ranks, first_key = range(len(halo.lengths)), halo.here.start
 
-    def in_halo(part: Part) -> list[Tensor]:
-        # The left halo ends at the edge: a head that fetches fewer begins later.
-        shift = left_width - plan.counts[plan.rank][LEFT][part.head] if part.side == LEFT else 0
-        rows = slice(part.into + shift, part.into + shift + part.count)
-        return [x[:, part.head, rows] for x in halos[part.side]]
+    def views(parts: list[tuple[int, int, int]]) -> list[Tensor]:
+        return [
+            x[:, head, first - first_key : stop - first_key]
+            for head, first, stop in parts
+            for x in whole
+        ]
 
-    def in_share(part: Part) -> list[Tensor]:
-        return [x[:, part.head, part.at : part.at + part.count] for x in own]
-
-    # Nothing lies beyond the own edges in the own share.
-    fetched = [plan.parts(plan.rank, rank) for rank in ranks]
-    lent = [plan.parts(rank, plan.rank) for rank in ranks]
-    halo = [[x for part in parts for x in in_halo(part)] for parts in fetched]
-    share = [[x for part in parts for x in in_share(part)] for parts in lent]
-    sources, targets = (halo, share) if back else (share, halo)
-    outgoing = [x.reshape(-1) for views in sources for x in views]
-    sent = torch.cat(outgoing) if outgoing else own[0].new_empty(0)
-    width = sent.element_size()
+    fetched = [views(halo.fetched(halo.rank, rank)) for rank in ranks]
+    lent = [views(halo.fetched(rank, halo.rank)) for rank in ranks]
+    sources, targets = (fetched, lent) if back else (lent, fetched)
+    empty = whole[0].new_empty(0)
+    sent = torch.cat([empty, *(x.reshape(-1) for views in sources for x in views)])
     to_each, from_each = (
-        [width * sum(x.numel() for x in y) for y in z] for z in (sources, targets)
+        [empty.element_size() * sum(x.numel() for x in views) for views in of_ranks]
+        for of_ranks in (sources, targets)
     )
-    received = own[0].new_empty(sum(from_each) // width)
+    received = sent.new_empty(sum(from_each) // empty.element_size())
     with named_failures():
         dist.all_to_all_single(
             received.view(torch.uint8),
@@ -136,41 +109,7 @@ def _exchange(
             to_each,
             group=process_group(group),
         )
-    flat = [target for views in targets for target in views]
+    flat = [x for views in targets for x in views]
     for target, new in zip(flat, received.split([x.numel() for x in flat]), strict=True):
-        if back:
-            target += new.view(target.shape)
-        else:
-            target.copy_(new.view(target.shape))
-
-
-def process_group(group: Group) -> dist.ProcessGroup | None:
-    return group.get_group() if isinstance(group, DeviceMesh) else group
-
-
-def rank_and_size(group: Group) -> tuple[int, int]:
-    """Of this process in a group."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "context_parallel: group must be one of processes that have met: call"
-            " torch.distributed.init_process_group first, in processes that torchrun starts"
-        )
-    if isinstance(group, DeviceMesh) and group.ndim != 1:
-        raise ValueError(
-            "context_parallel: group must be a mesh of one dimension, such as mesh['cp'],"
-            f" got one of {group.ndim}"
-        )
-    processes = process_group(group)
-    return dist.get_rank(processes), dist.get_world_size(processes)
-
-
-@contextmanager
-def named_failures() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            "context_parallel: the processes did not meet: one of them has died or raised an"
-            " error, was given arrays of another size, or did not come within the timeout of the"
-            f" group ({error})"
-        ) from error
+        new = new.view(target.shape)
+        target.copy_(target + new if back else new)

@@ -23,7 +23,7 @@ from linbias.torch.call import (
 from linbias.torch.dropout import draw_seed
 from linbias.torch.operators.values import readable
 from linbias.torch.packed import sequences as packed
-from linbias.torch.share import refuse_share
+from linbias.torch.shard import refuse_shard
 from linbias.torch.standing import Positions
 
 # Lengths up to the same multiple of it share a batch: padding costs half of it on average, and a
@@ -95,7 +95,7 @@ def attention_varlen(
     """
     if not options.keys() <= Options.__annotations__.keys():
         _names.refuse_unknown("attention_varlen", options, attention_varlen)
-    refuse_share("attention_varlen")
+    refuse_shard("attention_varlen")
     for name, array in (("q", q), ("k", k), ("v", v)):
         shape = describe(name, array, "attention_varlen").shape
         if len(shape) != 3:

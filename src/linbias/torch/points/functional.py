@@ -23,7 +23,7 @@ from linbias.torch.points import dense as points_dense
 from linbias.torch.points import rules
 from linbias.torch.points.geometry import NUM_ARRAYS, PointInputs
 from linbias.torch.points.units import warn_of_units
-from linbias.torch.share import refuse_share
+from linbias.torch.shard import refuse_shard
 
 Points = Tensor | np.ndarray[Any, Any] | list[list[float]]
 Counts = Tensor | np.ndarray[Any, Any] | list[int]
@@ -154,7 +154,7 @@ def attention_points(
     function = "attention_points"
     if unknown:
         _names.refuse_unknown(function, unknown, attention_points)
-    refuse_share(function)
+    refuse_shard(function)
     compiles = torch.compiler.is_compiling()  # which knows nothing of processes
     with contextlib.nullcontext() if compiles else without_lost_threads():
         inputs, problem = _prepare(

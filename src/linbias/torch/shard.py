@@ -1,4 +1,4 @@
-"""What runs calls while this process has a share of a sequence: `context_parallel.use`."""
+"""What runs calls while this process has a shard of a sequence: `context_parallel.use`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class SharedSequence(Protocol):
-    """A sequence of which this process has a share."""
+    """A sequence of which this process has a shard."""
 
     def __call__(
         self,
@@ -25,16 +25,16 @@ class SharedSequence(Protocol):
         """`linbias.torch.attention` of the own queries, with the same arguments."""
 
     def expect(self, position_ids: Tensor | None) -> None:
-        """Take the numbers of the share's tokens."""
+        """Take the numbers of the shard's tokens."""
 
 
 # Recomputing checkpoints, autograd's threads call attention too: they lack context variables, but
 # what PyTorch keeps for a thread goes along. The compiler cannot look there; it sees this list.
 _IN_USE: list[SharedSequence] = []
-_OF_THREAD = "linbias.share"
+_OF_THREAD = "linbias.shard"
 
 
-def share_here() -> SharedSequence | None:
+def shard_here() -> SharedSequence | None:
     """The shared sequence of this thread's calls, of the innermost block; None for whole ones."""
     if not _IN_USE or not torch._C._is_key_in_tls(_OF_THREAD):
         return None
@@ -44,7 +44,7 @@ def share_here() -> SharedSequence | None:
 @contextmanager
 def put_in_place(shared: SharedSequence) -> Iterator[None]:
     """Let this thread's calls over whole sequences be those of a shared one."""
-    before = share_here()
+    before = shard_here()
     _IN_USE.append(shared)
     torch._C._stash_obj_in_tls(_OF_THREAD, shared)
     try:
@@ -54,10 +54,10 @@ def put_in_place(shared: SharedSequence) -> Iterator[None]:
         _IN_USE.remove(shared)
 
 
-def refuse_share(function: str) -> None:
-    """Raise within `context_parallel.use`, where a process has a share of the sequence only."""
-    if share_here() is not None:
+def refuse_shard(function: str) -> None:
+    """Raise within `context_parallel.use`, where a process has a shard of the sequence only."""
+    if shard_here() is not None:
         raise ValueError(
-            f"{function}: a sequence in pieces on several processes (context_parallel.use) is read"
+            f"{function}: a sequence in shards on several processes (context_parallel.use) is read"
             " by linbias.torch.attention alone"
         )

@@ -1,4 +1,4 @@
-"""What the processes of `test_context_parallel` run on their piece of a sequence."""
+"""What the processes of `test_context_parallel` run on their shard of a sequence."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +50,10 @@ class Sent:
 def attend(
     arrays: dict[str, np.ndarray], dtype: str, options: dict[str, Any], backward: bool = True
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], tuple[int, int, int]]:
-    """Results and gradients of a piece, and what was sent: bytes, exchanges, gathers."""
+    """Results and gradients of a shard, and what was sent: bytes, exchanges, gathers.
+
+    With cu_seqlens among the options, of packed documents.
+    """
     narrow = getattr(torch, dtype)
     wide = torch.float64 if dtype == "float64" else torch.float32
     seed = options.pop("seed", None)
@@ -65,8 +68,11 @@ def attend(
         leaves["positions"] = places.requires_grad_(backward)
     sides = {"slopes": leaves.get("left"), "right_slopes": leaves.get("right")}
     draw = (lambda device: torch.tensor(seed + dist.get_rank())) if seed is not None else None
+    function: Any = context_parallel.attention
+    if "cu_seqlens" in options:
+        function = context_parallel.attention_varlen
     with Sent() as sent, mock.patch("linbias.torch.call.draw_seed", draw):
-        out, lse = context_parallel.attention(
+        out, lse = function(
             leaves["q"], leaves["k"], leaves["v"], **sides, return_lse=True, **options
         )
         told = sent.bytes, sent.exchanges, sent.gathers
@@ -91,7 +97,7 @@ def attend_or_die(arrays: dict[str, np.ndarray], dies: bool) -> None:
 def read(
     build: tuple[str, dict[str, Any]], ids: torch.Tensor, rows: slice, options: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits of a model's piece, and gradients of its weights, added up over the processes."""
+    """Logits of a model's shard, and gradients of its weights, added up over the processes."""
     model = small(*build)
     given = {name: x[:, rows] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     with context_parallel.use():
@@ -122,7 +128,7 @@ def small(kind: str, changes: dict[str, Any]) -> Any:
     return linbias.models.fuse(AutoModelForCausalLM.from_config(config).double().eval())
 
 
-def generate_in_pieces() -> None:
+def generate_in_shards() -> None:
     with context_parallel.use():
         small("own", {}).generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False)
 
@@ -145,19 +151,3 @@ def attend_in_two_threads(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.
         own.append(linbias.torch.attention(q, q, q))
     assert torch.equal(*own)
     return alone, beside, own[0]
-
-
-def attend_packed(
-    arrays: dict[str, np.ndarray], edges: list[int], options: dict[str, Any]
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], tuple[int, int, int]]:
-    """`attend`, of packed documents: arrays [n, heads, size] and their edges in the whole."""
-    leaves = {n: torch.tensor(arrays[n]).requires_grad_() for n in ("q", "k", "v", "slopes")}
-    with Sent() as sent:
-        q, k, v, slopes = leaves.values()
-        out, lse = context_parallel.attention_varlen(
-            q, k, v, torch.tensor(edges), slopes, return_lse=True, **options
-        )
-        told = sent.bytes, sent.exchanges, sent.gathers
-        (out * torch.tensor(arrays["dout"])).sum().backward()
-    gradients = {name: leaf.grad for name, leaf in leaves.items()}
-    return _numpy({"out": out, "lse": lse}), _numpy(gradients), told
