@@ -260,7 +260,7 @@ def parts(records: Path) -> dict[str, str]:
     paths = sorted((records / "board").glob("*.jsonl"), reverse=True)
     files = (read(path) for path in paths)
     machines = [Machine(about, cases) for about, *cases in files]
-    return {write.__name__: write(machines) for write in (goals, verdict, tables)}
+    return {"goals": goals(machines), "verdict": verdict(machines), "tables": tables(machines)}
 
 
 if __name__ == "__main__":
