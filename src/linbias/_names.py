@@ -46,7 +46,10 @@ ELSEWHERE = {
     "query": "say q",
     "key": "say k",
     "value": "say v",
-    **dict.fromkeys(("metric", "global_tokens", "query_points"), "PointAttention has it"),
+    **dict.fromkeys(
+        ("points", "query_points", "metric", "global_tokens"),
+        "attention_points and PointAttention have it",
+    ),
     **dict.fromkeys(
         ("add_bias_kv", "add_zero_attn"),
         "it adds a key that stands nowhere in the sequence, and is not built",

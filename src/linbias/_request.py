@@ -16,7 +16,7 @@ and truth.py.
 import math
 import numbers
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -405,6 +405,20 @@ def warn_of_layout(function: str, problem: Problem, layout: str = "BHTD", depth:
             " axes of length and heads if that is not meant",
             stacklevel=depth + 1,
         )
+
+
+def check_parts(outs: Sequence[tuple[int, ...]], lses: Sequence[tuple[int, ...]]) -> None:
+    """Parts to merge: as many outs [..., T, E] as lses [..., T], the same shapes for all."""
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"merge: outs and lses must be as many, at least 1, got {len(outs)} and {len(lses)}"
+        )
+    for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out != outs[0] or lse != outs[0][:-1]:
+            raise ValueError(
+                f"merge: every part must have out {list(outs[0])} and lse {list(outs[0][:-1])},"
+                f" got {list(out)} and {list(lse)} in part {index}"
+            )
 
 
 def check_dropout(function: str, dropout: object) -> float:

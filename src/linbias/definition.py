@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Never, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _names, _values
+from linbias import _names, _request, _values
 from linbias._arrays import Array as Array
 from linbias._arrays import Float64 as Float64
 from linbias._arrays import Inputs, Options, prepare, split_heads
@@ -398,7 +398,7 @@ def merge(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike]) -> tuple
     """
     values = [_values.real_array("merge", "outs", out) for out in outs]
     logs = [_values.real_array("merge", "lses", lse) for lse in lses]
-    check_parts([out.shape for out in values], [lse.shape for lse in logs])
+    _request.check_parts([out.shape for out in values], [lse.shape for lse in logs])
     parts = np.stack([lse.astype(np.float64) for lse in logs])
     highest = parts.max(0)
     highest = np.where(np.isneginf(highest), 0.0, highest)  # any finite number serves an empty row
@@ -446,17 +446,3 @@ def compute(inputs: Inputs) -> Steps:
         lse = (pivot + np.log(row_sum))[..., 0]
     output = weights @ inputs.per_query_head(inputs.v)
     return Steps(raw, scaled, bias, scores, weights, lse, output)
-
-
-def check_parts(outs: Sequence[tuple[int, ...]], lses: Sequence[tuple[int, ...]]) -> None:
-    """Parts to merge: as many outs [..., T, E] as lses [..., T], the same shapes for all."""
-    if not outs or len(outs) != len(lses):
-        raise ValueError(
-            f"merge: outs and lses must be as many, at least 1, got {len(outs)} and {len(lses)}"
-        )
-    for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if out != outs[0] or lse != outs[0][:-1]:
-            raise ValueError(
-                f"merge: every part must have out {list(outs[0])} and lse {list(outs[0][:-1])},"
-                f" got {list(out)} and {list(lse)} in part {index}"
-            )

@@ -16,21 +16,25 @@ PACKAGE = Path(linbias.__file__).parent
 
 # What the modules of a layer may import of ours: itself and these.
 ANYONE = {"schedules", "methods", "_machine", "_extras"}
-CORE = {"_request", "_stamps", "_dispatch"}
+REQUEST = {"_request", "_seen", "_values", "_names"}
+CORE = {"_stamps", "_dispatch"} | REQUEST
 LAYERS = {
     **{module: set() for module in ANYONE},
-    "_request": set(),
-    "_stamps": {"_request"},
-    "_arrays": {"_request", "_stamps"} | ANYONE,
+    "_seen": set(),
+    "_request": {"_seen"},
+    "_values": {"_request"},
+    "_names": {"_request"},
+    "_stamps": {"_request", "_values"},
+    "_arrays": {"_stamps"} | REQUEST | ANYONE,
     "_dispatch": {"_request"},
-    "definition": {"_arrays", "_request"},
+    "definition": {"_arrays"} | REQUEST,
     "_matrix": {"definition", "methods", "schedules"},
     "explain": {"_arrays", "definition", "explain_html", "schedules", "_matrix"},
     "explain_html": {"definition", "_matrix"},
-    "near_to_far": {"_arrays", "definition", "_request"},
+    "near_to_far": {"_arrays", "definition"} | REQUEST,
     "streams": {"definition"},
     "kernels": {"_cpu", "_machine"} | CORE,
-    "cpu": {"kernels", "_arrays", "_request"},
+    "cpu": {"kernels", "_arrays"} | REQUEST,
     "torch": {"kernels", "near_to_far"} | CORE | ANYONE,
     "compat": {"torch", "definition", "explain"} | CORE | ANYONE,
     "jax": {"kernels", "near_to_far", "_xla"} | CORE | ANYONE,
@@ -40,7 +44,7 @@ LAYERS = {
     "data": {"_run"} | ANYONE,
     "paper": {"lm", "models", "data", "_run"} | ANYONE,
     "lm": {"models", "torch", "data", "explore", "_run"} | ANYONE,
-    "plots": {"_request", "_matrix", "definition", "explain", "near_to_far", "lm"} | ANYONE,
+    "plots": {"_names", "_matrix", "definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,
     "explore": {"example", "_matrix", "explain_html", "definition", "models"} | ANYONE,
@@ -176,9 +180,9 @@ def test_public_names():
     # help() loads all that is shown.
     with mock.patch("linbias._extras._is_installed", "torch".__ne__):
         assert not {"torch", "models", "lm"} & set(dir(linbias))
-    functions = """attention attention_points attention_varlen attention_weights merge visited
-        replace_attention"""
-    assert set(linbias.torch.__all__) == {*functions.split(), "MultiheadAttention", "Visited"}
+    names = """attention attention_points attention_varlen attention_weights merge visited
+        replace_attention MultiheadAttention PointAttention Visited"""
+    assert set(linbias.torch.__all__) == {*names.split()}
     assert set(linbias.jax.__all__) == {"attention", "attention_weights", "bias", "merge"}
     assert linbias.jax.context_parallel.__all__ == ["attention", "needed_halo"]
 

@@ -70,10 +70,10 @@ def test_docstring_examples_run(name, tmp_path):
 
 EXAMPLES = {
     "linbias": [name for name in linbias.__all__ if name != "near_to_far"],
-    "linbias.near_to_far": ["attention", "share_outside", "window"],
+    "linbias.near_to_far": ["attention", "reach", "share_outside"],
     "linbias.torch": [
         *("attention", "attention_varlen", "attention_weights", "merge", "visited"),
-        *("MultiheadAttention", "replace_attention"),
+        *("MultiheadAttention", "PointAttention", "replace_attention"),
     ],
     "linbias.jax": ["attention", "attention_weights", "merge"],
     "linbias.jax.context_parallel": ["attention", "needed_halo"],

@@ -406,11 +406,20 @@ def test_the_bound_is_attained(four: Ranks) -> None:
 
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_what_is_not_finite_shows_as_in_one_process(four: Ranks, name: str, wrong: float) -> None:
+@pytest.mark.parametrize("query", [1.0, 0.0])
+@pytest.mark.parametrize("stamped", [False, True])
+def test_what_is_not_finite_shows_as_in_one_process(
+    four: Ranks, name: str, wrong: float, query: float, stamped: bool
+) -> None:
     """Such a far key or value is fetched, though its head would not see a finite one."""
     arrays = {n: np.ones((1, 2, 400, 4)) for n in "qkv"} | {"left": np.array([1.0, 1.0])}
     arrays[name][0, 0, 7] = wrong
-    given = [(x, "float32", {}, False) for x in shards_of(arrays, 400)]
+    arrays["q"] *= query
+    stamps = [np.arange(400.0)[rows] for rows in cut(400, 4, "even")]
+    given = [
+        (part, "float32", {"positions": x} if stamped else {}, False)
+        for part, x in zip(shards_of(arrays, 400), stamps, strict=True)
+    ]
     out = join(four.run("shards:attend", given), "out")
     whole = [torch.tensor(x, dtype=torch.float32) for x in arrays.values()]
     expected = linbias.torch.attention(*whole).numpy()

@@ -285,10 +285,13 @@ def test_what_does_not_go_together_is_refused(settings, arguments, words):
 
 
 def test_each_layer_names_the_other():
-    with pytest.raises(TypeError, match="no argument global_tokens; PointAttention has it"):
+    with pytest.raises(TypeError, match="tokens; attention_points and PointAttention have it"):
         MultiheadAttention(12, 4, global_tokens=1)
     with pytest.raises(TypeError, match=r"PointAttention: there is no argument batch_first"):
         PointAttention(12, 4, batch_first=True)
+    ragged = torch.nested.nested_tensor([torch.ones(3, 12)], layout=torch.jagged)
+    with pytest.raises(TypeError, match="PointAttention: nested tensors are not built; pad them"):
+        PointAttention(12, 4)(ragged, torch.zeros(3, 2))
 
 
 def test_nested_tensors_are_refused_with_positions():

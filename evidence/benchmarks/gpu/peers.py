@@ -131,7 +131,7 @@ def has_flash_backend() -> bool:
 
 
 def window_per_head(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
-    """The window that the largest norms allow, in whole keys: [H]."""
+    """The reach that the largest norms allow, in whole keys: [H]."""
     norms = tuple(float(torch.linalg.vector_norm(x.float(), dim=-1).max()) for x in (q, k))
     lead, tolerance = (
         2 * q.shape[-1] ** -0.5 * norms[0] * norms[1],

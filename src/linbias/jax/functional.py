@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from linbias import _names, _values, definition
+from linbias import _names, _request, _values
 from linbias.jax import standing
 from linbias.jax.call import ArrayLike, Slopes, on_its_mesh, prepare, run, spec_on_mesh
 from linbias.jax.impl import dense
@@ -269,7 +269,7 @@ def merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
         >>> bool(jnp.allclose(out, attention(q, k, v), atol=1e-5))
         True
     """
-    definition.check_parts([x.shape for x in outs], [x.shape for x in lses])
+    _request.check_parts([x.shape for x in outs], [x.shape for x in lses])
     parts, scores = jnp.stack(list(outs)), jnp.stack(list(lses))
     empty = scores == -jnp.inf
     nothing = empty.all(0)

@@ -97,6 +97,7 @@ def prepare(
         filled.update(positions=x, query_positions=xq)
     if problem.dropout:
         filled["seed"] = draw_seed(q.device)
+    filled = {name: x for name, x in filled.items() if name in Inputs._fields}
     inputs = Inputs(**filled, precise=gradients, slope_gradients=slope_gradients)
     return inputs, problem
 
@@ -199,7 +200,7 @@ _NO_ARRAYS = {
     "CausalBias": "causal=True (of a layer is_causal=True) says causal_lower_right, and with a"
     " query_start of zeros causal_upper_left",
     "DTensor": "give its to_local(), and see linbias.torch.context_parallel for a sequence in"
-    " shares",
+    " shards",
     "MaskedTensor": "give its get_data(), and say by mask or key_range what is hidden",
 }
 _NAMES: dict[torch.dtype | torch.device, str] = {}

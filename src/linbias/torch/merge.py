@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from linbias import definition
+from linbias import _request
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         >>> parts = [attention(q, k, v, key_range=part, **where) for part in ranges]
         >>> torch.testing.assert_close(merge(*zip(*parts))[0], attention(q, k, v))
     """
-    definition.check_parts([tuple(out.shape) for out in outs], [tuple(lse.shape) for lse in lses])
+    _request.check_parts([tuple(out.shape) for out in outs], [tuple(lse.shape) for lse in lses])
     parts = torch.stack(tuple(lses))
     highest = parts.detach().amax(0)
     # Any finite number serves an empty row.

@@ -11,7 +11,7 @@ from typing import Any, TypedDict, Unpack
 from torch import Tensor
 
 from linbias import _names
-from linbias.torch.call import Slopes
+from linbias.torch.call import Slopes, describe
 from linbias.torch.context_parallel.call import NAME, Shard
 from linbias.torch.context_parallel.needed import needed_halo
 from linbias.torch.context_parallel.processes import Group, heard_by_all, rank_and_size
@@ -144,15 +144,15 @@ def attention_varlen(
         >>> dist.destroy_process_group()
     """
     function = f"{NAME}_varlen"
-    q, k, v = (x.transpose(0, 1)[None] if x.dim() == 3 else x for x in (q, k, v))
     with heard_by_all(k, group):
         if not options.keys() <= Packed.__annotations__.keys():
             _names.refuse_unknown(function, options, attention_varlen)
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.dim() != 4 or len(x) != 1:
+            if len(shape := describe(name, x, function).shape) != 3:
                 raise ValueError(
-                    f"{function}: {name} must have 3 axes, n, heads, size, got {list(x.shape)}"
+                    f"{function}: {name} must have 3 axes, n, heads, size, got {list(shape)}"
                 )
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         shard = Shard(q, k, v, slopes, group, documents=cu_seqlens, **options)
     shard.meet()
     out, lse = shard.attend(needed_halo(shard), implementation)

@@ -139,8 +139,8 @@ class Shard:
         total = sum(lengths)
         if self.key_range is not None:
             _values.check_ranges(NAME, "key_range", self.key_range.numpy(), total)
-        edges = [0, total] if self.documents is None else self.documents.tolist()
-        if not edges or edges[0] != 0 or edges[-1] != total or edges != sorted(edges):
+        edges = [0, total] if self.documents is None else self.documents.flatten().tolist()
+        if edges[:1] != [0] or edges[-1] != total or edges != sorted(edges):
             raise ValueError(
                 f"{NAME}_varlen: cu_seqlens must start at 0, never fall and end at {total}, the"
                 f" tokens of all shards, got {edges}"

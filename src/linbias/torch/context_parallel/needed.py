@@ -85,7 +85,9 @@ def _needed(shard: Shard, side: int, slopes: Tensor, most: Tensor, rows: slice) 
         keys = distance.ceil() - nearest
     else:
         distance = reach(m, lead + limit.log(), tolerance=tolerance, num_keys=1, xp=torch)
-        keys = _keys_within(shard, side, rows, distance * (1 + 1e-9))
+        # A search among keys takes NaN for the farthest of all, which is no key on the left.
+        distance = distance.nan_to_num(math.inf, math.inf) * (1 + 1e-9)
+        keys = _keys_within(shard, side, rows, distance)
     # What cannot be bounded is fetched; a hidden side needs nothing.
     keys = keys.nan_to_num(math.inf, math.inf).clamp(min=0).minimum(limit)
     keys = keys.masked_fill(m.isinf(), 0)

@@ -14,6 +14,7 @@ from linbias.torch.layers import masks
 from linbias.torch.layers.heads import Heads, Layout
 from linbias.torch.operators import transforms
 from linbias.torch.operators.values import may_read, readable
+from linbias.torch.packed import nested
 from linbias.torch.points.functional import (
     Points,
     as_points,
@@ -141,6 +142,11 @@ class PointAttention(Heads):
         """
         key = query if key is None else key
         value = key if value is None else value
+        if nested.is_nested(query, key, value):
+            raise TypeError(
+                "PointAttention: nested tensors are not built; pad them, as"
+                " torch.nested.to_padded_tensor does, and give a key_padding_mask"
+            )
         layout = Layout.of("PointAttention", True, query, key, value)
         place = self._with_global_ones(as_points("PointAttention", "points", points), key)
         if query_points is not None:
