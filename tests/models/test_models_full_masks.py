@@ -81,6 +81,17 @@ def test_each_branch_is_read_as_if_alone(
     assert_same(kept, whole.logits[:, -2:])
 
 
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo, where a graph breaks
+@torch.no_grad()
+def test_a_compiled_fused_model_reads_trees() -> None:
+    seen, numbers, _ = tree(TREES["depth first"])
+    model, ids = fused("bloom"), tokens(1, len(numbers))
+    given: Any = {"attention_mask": seen[None, None], "position_ids": numbers[None]}
+    compiled = torch.compile(model, backend="eager")
+    assert_same(compiled(ids, **given).logits, model(ids, **given).logits)
+
+
 @each_existing
 @pytest.mark.parametrize("rounding", ["exact", "checkpoint"])
 @torch.no_grad()

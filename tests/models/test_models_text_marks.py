@@ -12,6 +12,7 @@ from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 from linbias.models import LinbiasBertConfig, LinbiasBertForMaskedLM, LinbiasForMaskedLM
 from linbias.models.decoder.text_marks import MARKS
+from linbias.paper.config import POSITIONS as PAPER_POSITIONS
 from small_models import EXISTING, assert_same, build, build_paper, fused, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -32,7 +33,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "sinusoidal": lambda: build(position="sinusoidal"),
     "body": lambda: build(position="rotary").model,
     "masked": lambda: LinbiasForMaskedLM(settings(encoder_position="symmetric")).double().eval(),
-    "paper": build_paper,
+    **{f"paper-{p}": partial(build_paper, position=p) for p in PAPER_POSITIONS},
     "encoder": lambda: LinbiasBertForMaskedLM(ENCODER).double().eval(),
     **{family: partial(fused, family) for family in EXISTING},
     "encoder's body": lambda: LinbiasBertForMaskedLM(ENCODER).encoder.double().eval(),

@@ -88,14 +88,14 @@ class RunTrainer(Trainer):
         self.lr_scheduler = LambdaLR(optimizer or self.optimizer, self.run.schedule)
         return self.lr_scheduler
 
-    def in_pieces(self) -> AbstractContextManager[None]:
+    def in_shards(self) -> AbstractContextManager[None]:
         """Within the block the model reads this process's part of each sequence."""
         group = self.run.sharing.group
         return nullcontext() if group is None else context_parallel.use(group)
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
         """The first step after a checkpoint between two logs adds the losses before it."""
-        with self.in_pieces():
+        with self.in_shards():
             loss = super().training_step(*arguments, **options)
         history = self.state.log_history
         if history and "unlogged" in history[0]:
@@ -113,8 +113,13 @@ class RunTrainer(Trainer):
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Puts the random numbers back that the Trainer draws for the order of its data."""
-        with torch.random.fork_rng(), self.in_pieces():
+        device = self.args.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             return super().evaluate(*arguments, **options)
+
+    def prediction_step(self, *arguments: Any, **options: Any) -> Any:
+        with self.in_shards():
+            return super().prediction_step(*arguments, **options)
 
 
 class StopAfterStep(TrainerCallback):

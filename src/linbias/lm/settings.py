@@ -124,7 +124,7 @@ class TrainSettings(Checked):
         each("positive", lambda n: n > 0, "seconds", "epochs", "learning_rate")
         each("in [0, 1)", lambda n: 0 <= n < 1, "warmup", "learning_rate_floor")
         self._check_validation()
-        self._check_pieces()
+        self._check_shards()
         each("at least 0", lambda n: n >= 0, "weight_decay", "clip")
         each(f"one of {PRECISIONS}", PRECISIONS.__contains__, "precision")
         each("'auto' or 'cpu'", DEVICES.__contains__, "device")
@@ -166,7 +166,7 @@ class TrainSettings(Checked):
                 self._require(name, self.task == "causal", rule, value)
                 self._require(name, steps > 0, "left out without validate_steps", value)
 
-    def _check_pieces(self) -> None:
+    def _check_shards(self) -> None:
         pieces = self.context_parallel
         fits = 1 <= pieces <= self.length
         self._require("context_parallel", fits, f"from 1 to length = {self.length}", pieces)

@@ -86,7 +86,8 @@ class PaperTrainer(RunTrainer):
         self.model.eval()
         total, count = 0.0, 0
         for inputs in dataloader:
-            loss = self.model(**self._prepare_inputs(inputs), use_cache=False).loss
+            with self.in_shards():
+                loss = self.model(**self._prepare_inputs(inputs), use_cache=False).loss
             total += loss.item() * inputs["num_items_in_batch"]
             count += inputs["num_items_in_batch"]
         mean = sum(gather_object([total])) / count

@@ -7,7 +7,7 @@ modules as the family's weights are named: `linbias.py`, `baichuan.py`,
 
 from dataclasses import replace
 from functools import wraps
-from typing import Any, ClassVar, Self, TypedDict
+from typing import Any, ClassVar, Self
 
 import torch
 import transformers
@@ -350,14 +350,6 @@ class CausalGenerationMixin(GenerationMixin):
         # Trainer's label smoothing shifts labels for classes that are named here, and no others.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
         return super().__new__(cls)
-
-
-class Asked(TypedDict, total=False):
-    """The arguments of `Decoder.forward` that models with a head hand on."""
-
-    use_cache: bool | None
-    output_attentions: bool | None
-    output_hidden_states: bool | None
 
 
 def asked(

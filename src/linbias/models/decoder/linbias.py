@@ -4,7 +4,7 @@ Read from the bottom up to follow a token: a model with a head calls `LinbiasMod
 `DecoderBlock`s, which call `SelfAttention` and `FeedForward` (or `FusedBlock`s, which do both).
 """
 
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -42,11 +42,11 @@ class FeedForward(nn.Sequential):
 
 
 class DecoderBlock(decoder.DecoderBlock):
-    def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
+    def __init__(self, config: LinbiasConfig, layer_index: int, method: str | None = None) -> None:
         super().__init__()
         self.parallel = config.block == "parallel"
         self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.attention = SelfAttention(config, layer_index)
+        self.attention = SelfAttention(config, layer_index, method)
         if not self.parallel:
             self.feed_forward_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.feed_forward = FeedForward(config)
@@ -194,10 +194,12 @@ class LinbiasForCausalLM(_WithHead, decoder.CausalGenerationMixin):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
         token_type_ids: Tensor | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
-        **asked: Unpack[decoder.Asked],
     ) -> CausalLMOutputWithPast:
         """Return logits in at least float32, and with labels the mean loss in nats.
 
@@ -222,7 +224,9 @@ class LinbiasForCausalLM(_WithHead, decoder.CausalGenerationMixin):
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            **asked,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
         )
         return CausalLMOutputWithPast(**outputs)
 
@@ -258,9 +262,10 @@ class LinbiasForMaskedLM(_WithHead):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
         token_type_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        **asked: Unpack[decoder.Asked],
     ) -> MaskedLMOutput:
         """Return logits in at least float32, and with labels the mean loss in nats.
 
@@ -278,6 +283,7 @@ class LinbiasForMaskedLM(_WithHead):
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            **asked,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
         )
         return MaskedLMOutput(**outputs)

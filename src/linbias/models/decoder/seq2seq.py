@@ -6,7 +6,7 @@ repository: a bias in encoder and decoder, none in cross-attention, as in T5 (ar
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,11 @@ from linbias.models.decoder import decoder
 from linbias.models.decoder.attend import How, attend
 from linbias.models.decoder.cache import CACHE, takes_cache
 from linbias.models.decoder.config import LinbiasSeq2SeqConfig
-from linbias.models.decoder.decoder import Asked
 from linbias.models.decoder.layout import TokenLayout, read_attention_mask
 from linbias.models.decoder.linbias import (
     DecoderBlock,
     LinbiasModel,
     LinbiasPreTrainedModel,
-    SelfAttention,
 )
 from linbias.models.decoder.positions import AttendOptions, Biased, Position, make_position
 from linbias.models.decoder.rows import Rows
@@ -92,8 +90,7 @@ class CrossBlock(DecoderBlock):
     """Add self-attention, cross-attention and feed-forward to the stream, one after the other."""
 
     def __init__(self, config: LinbiasSeq2SeqConfig, layer_index: int) -> None:
-        super().__init__(config, layer_index)
-        self.attention = SelfAttention(config, layer_index, config.position)
+        super().__init__(config, layer_index, config.position)
         self.cross_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.cross_attention = CrossAttention(config, layer_index)
 
@@ -310,9 +307,11 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, decoder.Gen
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
         token_type_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        **asked: Unpack[Asked],
     ) -> Seq2SeqLMOutput:
         """Return logits in at least float32, and with labels the mean loss in nats.
 
@@ -342,7 +341,9 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, decoder.Gen
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
-            **asked,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
         )
         return Seq2SeqLMOutput(**outputs)
 

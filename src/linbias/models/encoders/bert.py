@@ -5,7 +5,7 @@ What they disagree on is in bert_config.py.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from linbias.models.decoder.attend import How, attend
-from linbias.models.decoder.decoder import Asked, asked
+from linbias.models.decoder.decoder import asked
 from linbias.models.decoder.layout import TokenLayout, read_attention_mask
 from linbias.models.decoder.positions import Alibi, AttendOptions
 from linbias.models.decoder.text_marks import takes_marks
@@ -248,15 +248,16 @@ class LinbiasBertWithHead(LinbiasBertPreTrainedModel):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        **asked: Unpack[Asked],
     ) -> Any:
         """Logits, and the loss for labels [B, T], or [B] for whole texts.
 
         Other arguments are those of `LinbiasBertModel.forward` and `LinbiasForCausalLM.forward`.
         """
         given = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        outputs = self.encoder(*given, **asked, return_dict=True)
+        outputs = self.encoder(*given, output_attentions, output_hidden_states, return_dict=True)
         logits = self.predict(outputs)
         return type(self).output(
             loss=None if labels is None else self.loss(logits, labels, num_items_in_batch),
