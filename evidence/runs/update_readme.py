@@ -274,14 +274,11 @@ def points_table() -> str:
 def around_table() -> str:
     """What a whole model takes, as it is and compiled."""
     columns = {"model-512": "512 tokens", "model-1-after-512": "one after 512"}
-    records = [r for r in newest_records("model-") if r["case"] in columns]
-    dtypes, rows = unique(records, "dtype"), []
-    for name in unique(records, "implementation"):
-        of = {(r["case"], r["dtype"]): median(r) for r in records if r["implementation"] == name}
-        rows.append([name, *(of[case, dtype] for case in columns for dtype in dtypes)])
-    heads = [f"{words}, {dtype}" for words in columns.values() for dtype in dtypes]
-    text = f"BLOOM-560m's shape, fused; {where(records[-1])}, `{BENCH}/bench_around.py`."
-    return f"{table(['ms', *heads], rows)}\n\n{text}"
+    records = newest_records("model-")
+    rows = rows_of(records, unique(records, "implementation"), columns, median)
+    text = f"BLOOM-560m's shape, fused, float32; {where(records[-1])}, `{BENCH}/bench_around.py`."
+    lines = table(["ms", *columns.values()], ([name, *cells] for name, cells in rows.items()))
+    return f"{lines}\n\n{text}"
 
 
 def busy_table() -> str:
