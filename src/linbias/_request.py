@@ -16,7 +16,7 @@ and truth.py.
 import math
 import numbers
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -284,7 +284,7 @@ def check_array(
     name: str,
     array: Described,
     rule: Rule,
-    sizes: dict[str, int],
+    sizes: Mapping[str, int | str],
     device: str | None = None,
 ) -> None:
     """Raise unless an array holds what its rule says, in one of its shapes, where q is."""
@@ -301,7 +301,7 @@ def check_array(
         fits, words = has_shape(array, *ways, *one_row), "have shape "
     if not fits:
         named = zip(rule.axes, ways, strict=True)
-        *first, last = (f"[{', '.join(map(str, a))}] = {list(way)}" for a, way in named)
+        *first, last = (" = ".join(f"[{', '.join(map(str, x))}]" for x in pair) for pair in named)
         words += " or ".join([", ".join(first), last] if first else [last])
         raise ValueError(f"{function}: {name} must {words}, got {array}")
     if device is not None and not rule.anywhere:
@@ -379,7 +379,7 @@ def _missing_axes(name: str, array: Described, layout: str) -> str:
     return ""
 
 
-def has_shape(array: Any, *allowed: tuple[int, ...]) -> bool:
+def has_shape(array: Any, *allowed: tuple[int | str, ...]) -> bool:
     """Whether an array has one of these shapes; compared entry by entry, as symbols must be."""
     return any(
         len(array.shape) == len(shape)

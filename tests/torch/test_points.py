@@ -515,7 +515,7 @@ def test_points_so_far_apart_that_no_head_sees_another_are_warned_of(warnings_sh
     # Once for a line, whatever the numbers are.
     calls = (pixels, slopes, {}), (2 * pixels, slopes, {})
     assert warned_of_units(warnings_shown, *calls) == [words]
-    layer = linbias.torch.MultiheadAttention(8, 2, variant="symmetric", batch_first=True)
+    layer = linbias.torch.PointAttention(8, 2)
     x = torch.ones(1, 36, 8)
     for _ in range(2):
         with pytest.warns(UserWarning, match="no head sees beyond") as found:
@@ -752,7 +752,7 @@ WRONG_KINDS = [
     (dict(coordinates=1), "there is no argument coordinates; say points"),
     (dict(query_positions=1), "there is no argument query_positions; say query_points"),
     (dict(cu_seqlens=1), "no argument cu_seqlens; say num_points, of sets that are padded to one"),
-    (dict(need_weights=1), "no argument need_weights; MultiheadAttention gives the weights of a"),
+    (dict(need_weights=1), "no argument need_weights; PointAttention gives the weights"),
     (dict(dropout_p=0.1), "there is no argument dropout_p; say dropout"),
     (dict(num_points=torch.ones(2)), "num_points must hold integers, got float32"),
     (

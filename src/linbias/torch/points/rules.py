@@ -18,7 +18,7 @@ def check_points(
     function: str, sizes: dict[str, int], points: Described, metric: object, global_tokens: object
 ) -> int:
     """points is [N, A] or [B, N, A], A = 1, 2 or 3; return how many tokens stand nowhere."""
-    N, A = sizes["N"], points.shape[-1] if points.shape else 0
+    N, A = sizes["N"], points.shape[-1] if len(points.shape) in (2, 3) else "A"
     check_array(function, "points", points, POINTS, {**sizes, "A": A})
     if A not in (1, 2, 3):
         raise ValueError(
