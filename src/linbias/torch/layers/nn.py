@@ -225,10 +225,10 @@ class MultiheadAttention(Heads):
         """
         key = query if key is None else key
         value = key if value is None else value
+        layout = Layout.of("MultiheadAttention", self.batch_first, query, key, value)
         if nested.is_nested(query, key, value):
             beside = key_padding_mask, attn_mask, mask, positions, need_weights or None
             return self._attend_nested(query, key, value, beside, is_causal), None
-        layout = Layout.of("MultiheadAttention", self.batch_first, query, key, value)
         query, key, value = layout.rows(query, key, value)
         given: dict[str, Any] = {} if positions is None else {"positions": positions}
         as_tensors("MultiheadAttention", given, query.device)
