@@ -27,6 +27,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(("attn_bias", "bias", "score_mod"), _SLOPES),
     **dict.fromkeys(("window_size", "local_window_size"), "say window"),
+    "batch_first": "the batch always comes first",
     "sliding_window": "say window, (size - 1, 0)",
     "block_mask": "say window or query_range",
     "enable_gqa": "k and v may have fewer heads than q without it",

@@ -270,7 +270,11 @@ REFUSED = [
         "key_padding_mask must be bool, or hold 0 and -inf alone",
     ),
     (dict(), dict(key=X[0]), "PointAttention: query, key and value must all have 3 axes"),
-    (dict(global_tokens=2), dict(points=P[:4]), r"points must have shape \[N, A\] = \[5, 2\]"),
+    (
+        dict(global_tokens=2),
+        dict(points=P[:4]),
+        r"points must be .* all 5 keys, or of all but the 2 global ones, got \[4, 2\]",
+    ),
     (dict(implementation="sdpa"), dict(), "attention_points: implementation must be one"),
     (dict(metric="cosine"), dict(), "metric must be one of"),
 ]
@@ -287,7 +291,7 @@ def test_what_does_not_go_together_is_refused(settings, arguments, words):
 def test_each_layer_names_the_other():
     with pytest.raises(TypeError, match="tokens; attention_points and PointAttention have it"):
         MultiheadAttention(12, 4, global_tokens=1)
-    with pytest.raises(TypeError, match=r"PointAttention: there is no argument batch_first"):
+    with pytest.raises(TypeError, match="no argument batch_first; the batch always comes first"):
         PointAttention(12, 4, batch_first=True)
     ragged = torch.nested.nested_tensor([torch.ones(3, 12)], layout=torch.jagged)
     with pytest.raises(TypeError, match="PointAttention: nested tensors are not built; pad them"):

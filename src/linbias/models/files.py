@@ -58,6 +58,8 @@ class Files:
                 _check_folder(Path(folder))
             path = found.file("config.json")
             if path is None:
+                if not is_here and found.local_files_only:
+                    raise ValueError("it does not answer, and no such model was downloaded before")
                 raise ValueError("it has no config.json")
             try:
                 settings = json.loads(path.read_bytes())

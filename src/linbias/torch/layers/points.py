@@ -21,6 +21,7 @@ from linbias.torch.points.functional import (
     attention_points,
     weights_among_points,
 )
+from linbias.torch.points.rules import METRICS
 
 
 class PointAttention(Heads):
@@ -77,6 +78,8 @@ class PointAttention(Heads):
                 "PointAttention: points know no left and right: variant must be symmetric or none,"
                 f" got {variant!r}"
             )
+        if metric not in METRICS:
+            raise ValueError(f"PointAttention: metric must be one of {METRICS}, got {metric!r}")
         super().__init__(
             embed_dim,
             num_heads,
@@ -96,6 +99,11 @@ class PointAttention(Heads):
         )
         self.metric = metric
         self.global_tokens = global_tokens
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, metric={self.metric!r}, global_tokens={self.global_tokens}"
+        )
 
     @property
     def _learned_sides(self) -> tuple[str, ...]:
@@ -159,9 +167,15 @@ class PointAttention(Heads):
 
     def _with_global_ones(self, points: Tensor, key: Tensor) -> Tensor:
         """The points of all keys, with some, which nobody reads, for global ones."""
-        if self.global_tokens and points.shape[-2:-1] == (key.shape[-2] - self.global_tokens,):
-            return nn.functional.pad(points, (0, 0, self.global_tokens, 0))
-        return points
+        N = key.shape[-2]
+        if not self.global_tokens or points.shape[-2:-1] == (N,):
+            return points
+        if points.shape[-2:-1] != (N - self.global_tokens,):
+            raise ValueError(
+                f"PointAttention: points must be those of all {N} keys, or of all but the"
+                f" {self.global_tokens} global ones, got {list(points.shape)}"
+            )
+        return nn.functional.pad(points, (0, 0, self.global_tokens, 0))
 
     def _attend(
         self,
