@@ -24,7 +24,7 @@ from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.families import families
 from linbias.paper.config import PaperConfig
 from linbias.paper.model import PaperForCausalLM
-from linbias.torch import MultiheadAttention
+from linbias.torch import MultiheadAttention, PointAttention
 
 GARBAGE = 1e6
 SMALL = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -42,6 +42,7 @@ BUILD = {
     "asymmetric layer": lambda: MultiheadAttention(16, 4, variant="asymmetric"),
     "sigmoid layer": lambda: MultiheadAttention(16, 4, variant="directional", learned="sigmoid"),
     "layer in 16 bits": lambda: MultiheadAttention(16, 4, learned=True, dtype=torch.bfloat16),
+    "points": lambda: PointAttention(16, 4, learned=True),
     "chapter": lambda: ALiBiAttention(16, 4),
     "parallel block": lambda: ParallelAttentionBlock(16, 4, 4),
     "labml": lambda: AlibiMultiHeadAttention(4, 16),
@@ -92,7 +93,8 @@ def test_all_weights_are_set_again(name):
 
 def test_no_module_of_ours_with_weights_of_its_own_is_left_out():
     families()  # which imports them
-    kinds = {type(module) for build in BUILD.values() for module in build().modules()}
+    built = {type(module) for build in BUILD.values() for module in build().modules()}
+    kinds = {base for kind in built for base in kind.__mro__}
     mine = {
         kind
         for name, module in sys.modules.items()
