@@ -282,7 +282,7 @@ def test_seq2seq_trainer_and_collator_train_it(tmp_path: Path) -> None:
     collate = DataCollatorForSeq2Seq(tokenizer, model)
     batch = collate(data)
     first = float(model(**batch).loss.detach())
-    assert first == pytest.approx(math.log(256), abs=0.3)
+    assert first == pytest.approx(math.log(256), abs=0.2)
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
     how = {"max_steps": 90, "learning_rate": 1e-2, "per_device_train_batch_size": 4, **quiet}
     said = {"predict_with_generate": True, "generation_max_length": 12}

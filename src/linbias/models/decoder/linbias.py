@@ -42,11 +42,11 @@ class FeedForward(nn.Sequential):
 
 
 class DecoderBlock(decoder.DecoderBlock):
-    def __init__(self, config: LinbiasConfig, layer_index: int, method: str | None = None) -> None:
+    def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
         super().__init__()
         self.parallel = config.block == "parallel"
         self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.attention = SelfAttention(config, layer_index, method)
+        self.attention = SelfAttention(config, layer_index)
         if not self.parallel:
             self.feed_forward_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.feed_forward = FeedForward(config)

@@ -21,9 +21,10 @@ from linbias.models.decoder.cache import CACHE, takes_cache
 from linbias.models.decoder.config import LinbiasSeq2SeqConfig
 from linbias.models.decoder.layout import TokenLayout, read_attention_mask
 from linbias.models.decoder.linbias import (
-    DecoderBlock,
+    FeedForward,
     LinbiasModel,
     LinbiasPreTrainedModel,
+    SelfAttention,
 )
 from linbias.models.decoder.positions import AttendOptions, Biased, Position, make_position
 from linbias.models.decoder.rows import Rows
@@ -86,13 +87,18 @@ class CrossAttention(nn.Module):
         return projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
-class CrossBlock(DecoderBlock):
+class CrossBlock(decoder.DecoderBlock):
     """Add self-attention, cross-attention and feed-forward to the stream, one after the other."""
 
     def __init__(self, config: LinbiasSeq2SeqConfig, layer_index: int) -> None:
-        super().__init__(config, layer_index, config.position)
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.attention = SelfAttention(config, layer_index, config.position)
         self.cross_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.cross_attention = CrossAttention(config, layer_index)
+        self.feed_forward_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(  # type: ignore[override]
         self,
