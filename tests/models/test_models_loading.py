@@ -210,6 +210,12 @@ def test_an_index_names_files_of_its_folder_alone(
             load(folder)
 
 
+def test_a_hub_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "answers", lambda: False)
+    with pytest.raises(ValueError, match="Hub: it does not answer, and no such model was down"):
+        load("nobody/has-this-model")
+
+
 def test_links_stay_in_the_folder_or_the_cache_of_the_hub(tmp_path: Path) -> None:
     cache = tmp_path / "models--a--b"
     snapshot, blobs = cache / "snapshots" / "c0ffee", cache / "blobs"

@@ -378,15 +378,17 @@ def test_documents_cut_by_the_edges_of_shards(
 
 
 EDGES_REFUSED = {
-    "cu_seqlens must start at 0, never fall and end at 40": np.array([0, 30]),
-    "cu_seqlens must hold integers, got float64": np.array([0.0, 40.0]),
+    "cu_seqlens must start at 0, never fall and end at 40": (np.array([0, 30]), (10, 4, 8)),
+    "end at 40, the tokens of all shards, got [40]": (np.array(40), (10, 4, 8)),
+    "cu_seqlens must hold integers, got float64": (np.array([0.0, 40.0]), (10, 4, 8)),
+    "q must have 3 axes, n, heads, size, got [1, 10, 4, 8]": (np.array([0, 40]), (1, 10, 4, 8)),
 }
 
 
 @pytest.mark.parametrize("words", EDGES_REFUSED)
 def test_edges_of_documents_that_are_wrong(four: Ranks, words: str) -> None:
-    arrays = dict.fromkeys("qkv", np.ones((10, 4, 8)))
-    options = {"cu_seqlens": EDGES_REFUSED[words]}
+    edges, shape = EDGES_REFUSED[words]
+    arrays, options = dict.fromkeys("qkv", np.ones(shape)), {"cu_seqlens": edges}
     four.start("shards:attend", [(arrays, "float32", dict(options), False)] * 4)
     for answer in four.wait():
         assert words in str(answer)

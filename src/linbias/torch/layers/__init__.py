@@ -1,1 +1,1 @@
-"""Layers: `MultiheadAttention`, and in the place of PyTorch's own."""
+"""Layers: `MultiheadAttention`, also in the place of PyTorch's own, and `PointAttention`."""
