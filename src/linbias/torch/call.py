@@ -97,9 +97,8 @@ def prepare(
         filled.update(positions=x, query_positions=xq)
     if problem.dropout:
         filled["seed"] = draw_seed(q.device)
-    filled = {name: x for name, x in filled.items() if name in Inputs._fields}
-    inputs = Inputs(**filled, precise=gradients, slope_gradients=slope_gradients)
-    return inputs, problem
+    filled.update(precise=gradients, slope_gradients=slope_gradients)
+    return Inputs._make(map(filled.get, Inputs._fields)), problem
 
 
 def _with_values(function: str, problem: Problem, request: Request[Tensor]) -> Problem:

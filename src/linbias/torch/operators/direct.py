@@ -55,7 +55,12 @@ def unobserved(*tensors: Tensor | None) -> bool:
         or _profiler_runs()
         # between graphs it reads every function that is called
         or _compiler_of_frames() is not None
-        or torch._C._dispatch_tls_local_include_set().raw_repr() & _OTHERS
     ):
         return False
-    return all(x is None or (type(x) in PLAIN_TYPES and is_plain(x)) for x in tensors)
+    keys = torch._C._dispatch_tls_local_include_set().raw_repr()
+    for x in tensors:
+        if x is not None:
+            if type(x) not in PLAIN_TYPES:
+                return False
+            keys |= torch._C._dispatch_keys(x).raw_repr()
+    return not keys & _OTHERS
