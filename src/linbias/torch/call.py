@@ -49,7 +49,8 @@ def prepare(
             describe(name, array, function)  # which refuses it
     if "positions" in options or "query_positions" in options:
         standing.as_tensors(function, options, q.device)
-    widen(options)
+    if options:
+        widen(options)
     q, k, v = autocast(q, k, v)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     left = None if slopes is None else as_slopes(function, "slopes", slopes, wide, q.device)
