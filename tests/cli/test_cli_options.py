@@ -20,7 +20,7 @@ NAMES = """
     slope slope-scale split steps stream stride symmetric t-mult task temperature tensorboard
     text test test-lengths threads threshold tokenizer tokens tolerance top-k train train-length
     train-lengths valid validate-lengths validate-steps version vocab-size warmup-steps
-    weight-decay workers
+    weight-decay
 """.split()
 # Words for the same thing, of which the options use at most one.
 SYNONYMS = [

@@ -90,8 +90,8 @@ def test_first_training_row_reads_the_original_s_ids():
     golden = json.loads((ORIGINAL / "train" / "batch_order_A.json").read_text())
     _, ids = read_data(ORIGINAL / "data" / "wikitext-2", "train")
     number = golden["first_10_batches_epoch1"][0][0]
-    start, stop = blocks(len(ids.tokens), 64)[number]
-    inputs, _ = block_tokens(ids.tokens, start, stop)
+    start, stop = blocks(len(ids), 64)[number]
+    inputs, _ = block_tokens(ids, start, stop)
     assert inputs.tolist() == golden["first_batch_first_row_input_ids"]
 
 

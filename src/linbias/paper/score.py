@@ -170,7 +170,7 @@ def evaluate(
     check_dictionary(dictionary, model.config, Path(data, "dict.txt"), "evaluate")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     length = model.config.train_length if length is None else length
-    return replace(score(model, ids.tokens, length=length, **options), split=split)
+    return replace(score(model, ids, length=length, **options), split=split)
 
 
 def _check(

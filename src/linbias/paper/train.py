@@ -98,7 +98,7 @@ class PaperRun(Run):
         self.data, self.splits = data, {}
         for name in ["train"] if recipe.validate_steps == 0 else ["train", "valid"]:
             self.dictionary, self.splits[name] = read_data(data, name)
-            if not len(self.splits[name].tokens):
+            if not len(self.splits[name]):
                 raise ValueError(f"train: data must have tokens, got none in {data / name}.bin")
         super().__init__(recipe, output)
         if fit:
@@ -106,7 +106,7 @@ class PaperRun(Run):
         self.config = _config(self.settings, len(self.dictionary))
         self.steps = recipe.steps
         self._check_processes()
-        ids = self.splits["train"].tokens
+        ids = self.splits["train"]
         numbers = (len(ids), recipe.length, recipe.max_tokens, recipe.seed)
         order = partial(batch_order, *numbers, multiple=recipe.rows_multiple)
         self.batches = self._batches(ids, order, recipe.batches_per_step, recipe.steps)
@@ -171,7 +171,7 @@ class PaperRun(Run):
 
     def _validation_batches(self) -> Batches:
         """One pass in the order of the text; all who read score one batch of every "step"."""
-        recipe, ids = self.settings, self.splits["valid"].tokens
+        recipe, ids = self.settings, self.splits["valid"]
         numbers = range(len(blocks(len(ids), recipe.length)))
         rows = recipe.max_tokens // recipe.length
         order = [list(numbers[first : first + rows]) for first in numbers[::rows]]
