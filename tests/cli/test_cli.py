@@ -591,7 +591,7 @@ def test_defaults_of_the_command_line_are_those_of_the_settings():
         assert option[name] == getattr(settings.training, name)
     option = {name: p.default for name, p in signature(cli.models.train).parameters.items()}
     for field in fields(TrainSettings):
-        if field.name in option and field.name not in ("fsdp", "length", "validate_lengths"):
+        if field.name in option and field.name not in ("fsdp", "length"):
             assert option[field.name] == field.default, field.name
     # With --init these are the model's; without, those of the settings.
     kept = ("length", "position", "tokenizer", "vocab_size")

@@ -19,7 +19,7 @@ NAMES = """
     query quiet results resume rows-multiple save-steps schedule seconds seed seeds set shrink
     slope slope-scale split steps stream stride symmetric t-mult task temperature tensorboard
     text test test-lengths threads threshold tokenizer tokens tolerance top-k train train-length
-    train-lengths valid validate-lengths validate-steps version vocab-size warmup-steps
+    train-lengths valid validate-steps version vocab-size warmup-steps
     weight-decay
 """.split()
 # Words for the same thing, of which the options use at most one.

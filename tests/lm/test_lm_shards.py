@@ -121,7 +121,6 @@ def test_evaluation_in_pieces(tmp_path):
         (("0",), "--context-parallel"),
         (("2", "--position", "rotary"), "--context-parallel: must be 1 unless"),
         (("2", "--task", "masked"), "--context-parallel: must be 1 unless"),
-        (("2", "--prompt", "a"), "--context-parallel: must be 1 with"),
     ],
 )
 def test_refused(tmp_path, arguments, words):
