@@ -47,7 +47,7 @@ def losses(folder: Path) -> list[tuple[float, ...]]:
     return [tuple(v for k, v in line.items() if "loss" in k and v is not None) for line in lines]
 
 
-def test_training_in_pieces_is_that_of_one_process(tmp_path):
+def test_training_in_shards_is_that_of_one_process(tmp_path):
     """Losses within 1e-5 of one process; killed and resumed it ends with the same weights."""
     one, two, killed = (tmp_path / name for name in ("one", "two", "killed"))
     run(1, *TRAIN, "-o", str(one))
@@ -71,7 +71,7 @@ def test_training_in_pieces_is_that_of_one_process(tmp_path):
 
 
 @pytest.mark.parametrize("sharded", [(), ("--fsdp",)])
-def test_pieces_of_sequences_and_parts_of_batches(tmp_path, sharded):
+def test_shards_of_sequences_and_parts_of_batches(tmp_path, sharded):
     """Two of four share a sequence, and the two pairs a batch; the model is whole, or sharded."""
     short = (*TRAIN, "--steps", "10", "--validate-steps", "0", "--save-steps", "5")
     run(1, *short, "-o", str(tmp_path / "one"))
@@ -82,8 +82,8 @@ def test_pieces_of_sequences_and_parts_of_batches(tmp_path, sharded):
         assert b == pytest.approx(a, abs=1e-5)
 
 
-def test_segments_in_pieces():
-    """Batch j of the loader is part j % pieces of batch j // pieces, which make whole segments."""
+def test_segments_in_shards():
+    """Batch j of the loader is shard j % 3 of batch j // 3, which make whole segments."""
     whole = Segments(np.arange(1000, dtype=np.int16), length=10, num_segments=12, seed=0)
     cut = InShards(whole, shards=3, batch_size=2)
     assert len(cut) == 36
@@ -101,7 +101,7 @@ def evaluated(processes: int, model: Path, *more: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_evaluation_in_pieces(tmp_path):
+def test_evaluation_in_shards(tmp_path):
     model = tmp_path / "model"
     run(1, *TRAIN, "--steps", "4", "-o", str(model))
     given = ("--length", "1,3,1000", "--limit-tokens", "5000")

@@ -242,7 +242,7 @@ from paper_training import SMOOTH
 
 data, folder = map(Path, sys.argv[1:])
 train(data, folder / "ddp", SMOOTH, progress=False)
-for name, change in {"fsdp": {"fsdp": {}}, "pieces": {"context_parallel": 2}}.items():
+for name, change in {"fsdp": {"fsdp": {}}, "shards": {"context_parallel": 2}}.items():
     recipe = replace(SMOOTH, **change)
     train(data, folder / name, recipe, progress=False)
     broken = folder / f"resumed-{name}"
@@ -262,13 +262,13 @@ def test_two_processes_train_the_model_of_one(paper_data, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "" and "missing keys" not in done.stderr
     alone = train_into(paper_data, tmp_path / "alone", SMOOTH)
-    for kind in ("ddp", "fsdp", "pieces"):
+    for kind in ("ddp", "fsdp", "shards"):
         for line, theirs in zip(losses(alone), losses(tmp_path / kind), strict=True):
             assert theirs == pytest.approx(line, rel=1e-4)
         weights = load_file(tmp_path / kind / "model.safetensors")
         for name, value in load_file(alone / "model.safetensors").items():
             torch.testing.assert_close(weights[name], value, atol=1e-4, rtol=0)
-    for kind in ("fsdp", "pieces"):
+    for kind in ("fsdp", "shards"):
         assert_same_run(tmp_path / f"resumed-{kind}", tmp_path / kind)
     with pytest.raises(ValueError, match="num_processes is 2 there and 1 here"):
         train(paper_data, tmp_path / "ddp", SMOOTH, progress=False)
@@ -321,10 +321,10 @@ def test_batches_that_cannot_be_shared_are_refused(paper_data, tmp_path, monkeyp
         train(paper_data, tmp_path, RECIPE, progress=False)
 
 
-def test_each_piece_of_a_sequence_draws_its_own_dropout():
-    def drawn(piece: int) -> list[float]:
+def test_each_shard_of_a_sequence_draws_its_own_dropout():
+    def drawn(shard: int) -> list[float]:
         state = SimpleNamespace(global_step=3)
-        SeedEachStep(1, piece).on_step_begin(None, state, None)  # type: ignore[arg-type]
+        SeedEachStep(1, shard).on_step_begin(None, state, None)  # type: ignore[arg-type]
         return torch.rand(2).tolist()
 
     torch.manual_seed(1 + 3)

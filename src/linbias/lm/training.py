@@ -255,7 +255,7 @@ class LanguageModelRun(Run):
         return watchers
 
     def trainer(self, callbacks: list[TrainerCallback]) -> LanguageModelTrainer:
-        settings, corpus, pieces = self.settings, self.corpus, self.settings.context_parallel
+        settings, corpus, shards = self.settings, self.corpus, self.settings.context_parallel
         validation = self._validation_segments() if settings.validate_steps else None
         validate_steps = settings.validate_steps
         if 0 < validate_steps < 1:
@@ -283,9 +283,9 @@ class LanguageModelRun(Run):
         model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
         train: Any = self._segments(corpus.train, self.steps * settings.batch_size, settings.seed)
         valid: Any = validation
-        if pieces > 1:
-            train = InShards(train, pieces, batch_size)
-            valid = valid and InShards(valid, pieces, validation_batch_size)
+        if shards > 1:
+            train = InShards(train, shards, batch_size)
+            valid = valid and InShards(valid, shards, validation_batch_size)
         return LanguageModelTrainer(
             self,
             model=model,
@@ -310,10 +310,10 @@ class LanguageModelRun(Run):
     def _mean_loss(
         self, outputs: CausalLMOutput, labels: Tensor, num_items_in_batch: Tensor | None = None
     ) -> Tensor:
-        settings, pieces = self.settings, self.settings.context_parallel
+        settings, shards = self.settings, self.settings.context_parallel
         loss = cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
-        if pieces > 1:  # processes count alike, and their pieces may differ by a token
-            loss = loss * (labels.shape[1] * pieces / settings.length)
+        if shards > 1:  # processes count alike, and their shards may differ by a token
+            loss = loss * (labels.shape[1] * shards / settings.length)
         if settings.task == "seq2seq" and num_items_in_batch is not None:  # parts are unequal
             return loss * ((labels != -100).sum() / num_items_in_batch)
         # The parts of a batch are all of one size; a validation has none.

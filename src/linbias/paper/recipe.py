@@ -52,8 +52,8 @@ class Recipe(Checked):
         each(f"one of {PRECISIONS}", PRECISIONS.__contains__, "precision")
         each("'auto' or 'cpu'", DEVICES.__contains__, "device")
         each(f"from 1 to length = {length}", lambda n: 1 <= n <= length, "context_parallel")
-        pieces, rule = self.context_parallel, "1 unless position is 'alibi'"
-        self._require("context_parallel", pieces == 1 or self.position == "alibi", rule, pieces)
+        shards, rule = self.context_parallel, "1 unless position is 'alibi'"
+        self._require("context_parallel", shards == 1 or self.position == "alibi", rule, shards)
         derived = sorted(set(self.model) & {"vocab_size", "train_length", "position"})
         rule = f"without {derived}, which follow from other fields"
         self._require("model", not derived, rule, self.model)
