@@ -648,9 +648,3 @@ def test_ctrl_c_leaves_a_run_that_the_same_command_ends(corpus, tmp_path):
     assert [r["test_length"] for r in results["evaluations"]] == [16, 32]
     assert results["trainings"][0]["steps"] == 2000
     assert (folder / "report.html").exists()
-
-
-def test_a_command_that_went_says_what_does_its_work():
-    result = run("embed", "jina", "book.txt", "-o", "v.npy")
-    assert result.exit_code == 2
-    assert "no command 'embed': linbias.models.embed does it" in " ".join(result.stderr.split())

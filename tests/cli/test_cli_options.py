@@ -12,7 +12,7 @@ from linbias import cli
 # Every option of every command. A new one that means what another one means takes its name.
 NAMES = """
     accumulation batch-size batch-tokens back batches-per-step call causal chunk clip
-    context-parallel context-window corpus csv dataset device dict epochs fsdp fuse head init
+    context-parallel context-window corpus csv dataset device dict epochs fsdp head init
     initial-learning-rate json learning-rate length limit-tokens log-steps max-bias max-bytes
     max-new-tokens max-tokens methods min-learning-rate momentum no-fuse no-open
     nwords output period plot position precision preset prompt prompt-file
@@ -81,8 +81,6 @@ def test_help_says_plain_types_of_values_and_none_of_flags(path, command):
     words = [*path.split()[1:], "--help"]
     shown = CliRunner().invoke(cli.app, words, env={"COLUMNS": "150"}).stdout
     for option in command.params:
-        if getattr(option, "hidden", False):
-            continue
         if not option.opts[0].startswith("-"):
             assert re.search(rf"{option.name.upper()} +(TEXT|PATH|INTEGER) +[A-Z']", shown)
         elif not option.is_flag:

@@ -41,8 +41,8 @@ def test_one_pass_is_one_segment(model, parts):
     assert found.perplexity == pytest.approx(expected.perplexity, rel=1e-6)
     assert found.bits_per_byte(5000) == pytest.approx(expected.bits_per_byte, rel=1e-6)
     assert found.uncertified == 0 and 0 < found.largest_dropped <= TOLERANCE
-    assert found.windows == cache.windows and found.cache_bytes == cache.num_bytes
-    assert found.to_dict()["windows"] == cache.windows
+    assert found.reach == cache.windows and found.cache_bytes == cache.num_bytes
+    assert found.to_dict()["reach"] == cache.windows
 
 
 def test_a_scorer_says_what_it_cannot_read(model):

@@ -22,7 +22,6 @@ from linbias.cli.tables import NumberTable
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
-_GONE = {"embed": "linbias.models.embed does it, examples/embed_many.py for a corpus"}
 _RESUMABLE = ("train", "extrapolate", "run")
 
 # Arguments of commands, and what the functions behind them call the same in their errors.
@@ -55,11 +54,6 @@ class _Commands(TyperGroup):
 
     def get_params(self, context: Any) -> Any:
         return _with_plain_types(super().get_params(context))
-
-    def resolve_command(self, context: Any, args: list[str]) -> Any:
-        if self.get_command(context, args[0]) is None and args[0] in _GONE:
-            context.fail(f"There is no command '{args[0]}': {_GONE[args[0]]}.")
-        return super().resolve_command(context, args)
 
     def invoke(self, context: Any) -> Any:
         def as_typed(line: object) -> str:

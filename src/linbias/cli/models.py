@@ -145,7 +145,6 @@ def evaluate(
         str | None, option("Tokens read at a time; several as 128,256,512. Default: as trained.")
     ] = None,
     stride: options.Stride = None,
-    fuse: Annotated[bool, option("", "--fuse", hidden=True)] = False,
     no_fuse: Annotated[bool, option(_NO_FUSE, "--no-fuse")] = False,
     slope_scale: Annotated[str | None, option(_SLOPE_SCALE)] = None,
     train_length: Annotated[int | None, option(_TRAIN_LENGTH)] = None,
@@ -201,7 +200,7 @@ def evaluate(
         lengths=lengths,
         slope_scales=scales,
         train_length=train_length,
-        fused=fuse or not no_fuse,
+        fused=not no_fuse,
         context_parallel=context_parallel,
         max_bytes=max_bytes,
         device=device,

@@ -1,4 +1,4 @@
-"""The plots of loss by test length, of an extrapolation experiment, and of windows of heads."""
+"""The plots of loss by test length, of an extrapolation experiment, and of the reach of heads."""
 
 import io
 import math
@@ -112,7 +112,7 @@ def draw_loss_by_length(
     axes.set_ylabel("bits per byte (lower is better)", color=_TEXT)
 
 
-def windows(slopes: Any, needed: Any, kept_slopes: Any, kept: Any) -> Figure:
+def reach(slopes: Any, needed: Any, kept_slopes: Any, kept: Any) -> Figure:
     """The keys that heads can need, and those that a text made them keep, by slope."""
     figure, (axes,) = _panels(1)
     (weights, _), (bias, _) = WEIGHTS, BIAS
@@ -126,11 +126,9 @@ def windows(slopes: Any, needed: Any, kept_slopes: Any, kept: Any) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for number, (name, colour) in enumerate(names):
-        axes.annotate(
-            name, (0.98, 0.97 - 0.07 * number), xycoords="axes fraction", color=colour,
-            fontsize=PAGE.name, fontweight="bold", horizontalalignment="right",
-            verticalalignment="top",
-        )  # fmt: skip
+        place = (0.98, 0.97 - 0.07 * number)
+        look: dict[str, Any] = {"color": colour, "fontsize": PAGE.name, "fontweight": "bold"}
+        axes.text(*place, name, ha="right", va="top", transform=axes.transAxes, **look)
     _quiet(axes)
     axes.set_xlabel("slope of the head", color=_TEXT)
     axes.set_ylabel("nearest keys", color=_TEXT)
