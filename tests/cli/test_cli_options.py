@@ -15,7 +15,7 @@ NAMES = """
     context-parallel context-window corpus csv dataset device dict epochs fsdp head init
     initial-learning-rate json learning-rate length limit-tokens log-steps max-bias max-bytes
     max-new-tokens max-tokens methods min-learning-rate momentum no-fuse no-open
-    nwords output period plot position precision preset prompt prompt-file
+    nwords output period position precision preset prompt prompt-file
     query quiet results resume rows-multiple save-steps schedule seconds seed seeds set shrink
     slope slope-scale split steps stream stride symmetric t-mult task temperature tensorboard
     text test test-lengths threads threshold tokenizer tokens tolerance top-k train train-length

@@ -234,7 +234,7 @@ def test_data_set_is_prepared_like_its_text(data_set, tmp_path):
     progress = []
     out = tmp_path / "out"
     prepare("wikitext-103", out, nwords=6, progress=lambda *call: progress.append(call))
-    options = {"streaming": True, "cache_dir": None}
+    options = {"streaming": True}
     assert data_set.calls == [("Salesforce/wikitext", "wikitext-103-v1", options)]
     texts = {"train": "\n = A = \n\n b c b \n", "valid": " b \n", "test": "\n d <unk> \n"}
     for split, text in texts.items():

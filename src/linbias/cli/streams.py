@@ -2,18 +2,16 @@
 
 import math
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from rich.markup import escape
 
 from linbias.cli import options
-from linbias.cli.console import bar, err, out, print_json, print_path
+from linbias.cli.console import bar, err, out, print_json
 from linbias.schedules import written
 
 _MOST_HEADS = 12  # a column each, up to here
-_PLOTS = (".svg", ".png")
 
 
 def reach(
@@ -26,10 +24,6 @@ def reach(
         options.text_option("A text to read as well, as for evaluate: what its rows need."),
     ] = None,
     limit_tokens: options.LimitTokens = None,
-    plot: Annotated[
-        Path | None,
-        options.option("Draw the reach of all heads into this file, such as reach.svg."),
-    ] = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
@@ -41,21 +35,17 @@ def reach(
 
     \b
     [dim]linbias reach output/train[/]
-    [dim]linbias reach output/train --corpus book.txt --plot reach.svg[/]
+    [dim]linbias reach output/train --corpus book.txt[/]
     [dim]linbias reach bigscience/bloom-560m --tolerance 1e-4[/]
     """
     if not 0 < tolerance < 1:
         raise ValueError(f"--tolerance: must be in (0, 1), got {tolerance}")
-    if plot is not None and plot.suffix not in _PLOTS:
-        raise ValueError(f"--plot: must end in {' or '.join(_PLOTS)}, got {plot}")
     from linbias.lm.streaming import needed_reach
 
     limit_tokens = options.given_or(limit_tokens, 32_768)
     shown = partial(bar, quiet=quiet)
     needs = needed_reach(model, tolerance, corpus, limit_tokens=limit_tokens, bar=shown)
     weights, needed, kept = needs.weights, needs.needed, needs.kept
-    if plot is not None:
-        _draw(plot, needed, kept, weights)
     if as_json:
         numbers = {"reach": needed, "lead": weights.lead, "slopes": weights.slopes}
         lists = {
@@ -87,8 +77,6 @@ def reach(
         f"{kept.size * needs.num_tokens:,}.",
         soft_wrap=True,
     )
-    if plot is not None:
-        print_path("plot:", plot)
 
 
 def _print_table(keys: Any, heads: list[str] | None, title: str) -> None:
@@ -120,21 +108,6 @@ def _in_words(kept: Any, tolerance: float) -> str:
         f"{total / kept.size:,.0f} tokens on. Keys beyond the reach hold at most "
         f"{tolerance:.2g} of any row's weight, for every text."
     )
-
-
-def _draw(path: Path, needed: Any, kept: Any, weights: Any) -> None:
-    """The reach of all heads, as a PNG or SVG file."""
-    from linbias._run.files import write_whole
-    from linbias.lm.report import figures
-
-    slopes = weights.slopes
-    sharing = needed.shape[1] // weights.key_heads[0]
-    of_keys = slopes.reshape(*slopes.shape[:-1], -1, sharing).min(-1)
-    figure = figures.reach(slopes, needed, of_keys, kept)
-    if path.suffix == ".png":
-        return write_whole(path, figures.png(figure))
-    words = "Keys that each head can need by its slope"
-    write_whole(path, figures.svg_file(figure, words).encode())
 
 
 def evaluate_stream(
