@@ -28,17 +28,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_it_prints_the_reach_of_every_head(folder):
-    result = run("reach", folder)
-    expected = reach_of_weights(load(folder)).of_heads()
+def test_it_prints_the_reach_of_every_head_and_json_has_all_numbers(folder):
+    shown, given = run("reach", folder).stdout, reach_of_weights(load(folder))
+    expected = given.of_heads()
     for number in (*expected.flat, *expected.sum(1), expected.sum()):
-        assert f"{number:,.0f}" in result.stdout
-    assert "head 3" in result.stdout and "1/256" in result.stdout
-
-
-def test_json_has_all_numbers(folder):
+        assert f"{number:,.0f}" in shown
+    assert "head 3" in shown and "1/256" in shown
     found = json.loads(run("reach", folder, "--tolerance", "1e-4", "--json").stdout)
-    given = reach_of_weights(load(folder))
     np.testing.assert_array_equal(found["reach"], given.of_heads(1e-4))
     np.testing.assert_allclose(found["lead"], given.lead)
     assert found["tolerance"] == 1e-4 and found["why_not"] == {}
@@ -102,26 +98,18 @@ def test_a_text_needs_fewer_keys_than_the_weights_say(writer):
     assert f"{np.sum(found['kept']):,.0f} keys over 8 heads" in shown.stdout
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("piped", [False, True])
-def test_a_text_is_scored_in_one_pass(writer, piped):
+def test_a_text_is_scored_in_one_pass(writer):
     folder, text = writer
     content = text.read_bytes()
     expected = expected_of(folder, np.frombuffer(content, np.uint8), chunk=100)
-    words = ["evaluate", folder, "--stream", "--chunk", 100, "--corpus", "-" if piped else text]
-    command = [sys.executable, "-m", "linbias", *map(str, words)]
-    shown = subprocess.run(command, input=content, capture_output=True, check=True).stdout.decode()
+    words = ["evaluate", folder, "--stream", "--corpus", text]
+    shown = run(*words, "--chunk", 100).stdout
     assert f"{len(content) - 1:,} tokens of {len(content):,} bytes in one pass" in shown
     assert f"perplexity {expected.perplexity:,.3f}" in shown
     assert f"{expected.bits_per_byte(len(content)):.4f} bits per byte" in shown
     assert "every row is certified" in shown
-
-
-def test_json_of_a_pass(writer):
-    folder, text = writer
-    options = ["--stream", "--corpus", text, "--limit-tokens", 700, "--json"]
-    found = json.loads(run("evaluate", folder, *options).stdout)
-    expected = expected_of(folder, np.frombuffer(text.read_bytes(), np.uint8)[:701])
+    found = json.loads(run(*words, "--limit-tokens", 700, "--json").stdout)
+    expected = expected_of(folder, np.frombuffer(content, np.uint8)[:701])
     assert found["num_tokens"] == 700 and found["num_bytes"] == 701
     assert found["nll"] == pytest.approx(expected.nll, rel=1e-6)
     assert found["reach"] == expected.reach and found["uncertified"] == 0
@@ -177,8 +165,13 @@ def test_a_model_that_fills_gaps_is_refused(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_pipe_that_ends_inside_a_character(writer):
-    command = [sys.executable, "-m", "linbias", "evaluate", writer[0], "--stream", "--corpus", "-"]
+def test_a_pipe_is_read_to_its_end_which_must_be_that_of_a_character(writer):
+    folder, text = writer
+    command = [sys.executable, "-m", "linbias", "evaluate", folder, "--stream", "--corpus", "-"]
+    content = text.read_bytes()
+    piped = subprocess.run(command, input=content, capture_output=True, check=True)
+    expected = expected_of(folder, np.frombuffer(content, np.uint8))
+    assert f"perplexity {expected.perplexity:,.3f}" in piped.stdout.decode()
     ended = subprocess.run(command, input=b"abc\xc3", capture_output=True, check=False)
     assert ended.returncode == 2
-    assert b"got an end inside a character at byte 3 of standard input" in ended.stderr
+    assert b"got a byte that is not UTF-8 at byte 3 of standard input" in ended.stderr

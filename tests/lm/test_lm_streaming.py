@@ -151,11 +151,10 @@ def test_a_text_is_read_piece_by_piece(folder, content, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"ab\xc3", "got an end inside a character at byte 2 of it"),
-        ("abcdéf日".encode()[:-1], "got an end inside a character at byte 7 of it"),
-        (b"abc\ndefg\xff12345678", "got another byte at 8 of it"),
-        (b"1234\xc3", "got an end inside a character at byte 4 of it"),
-        (b"1234\xc3(567", "got another byte at 4 of it"),
+        (b"ab\xc3", "got a byte that is not UTF-8 at byte 2 of it"),
+        ("abcdéf日".encode()[:-1], "got a byte that is not UTF-8 at byte 7 of it"),
+        (b"abc\ndefg\xff12345678", "got a byte that is not UTF-8 at byte 8 of it"),
+        (b"1234\xc3(567", "got a byte that is not UTF-8 at byte 4 of it"),
         (b"abc\ndefg\0 12345678", "got a NUL at byte 8 of it"),
     ],
 )

@@ -238,7 +238,7 @@ def test_folder_in_use_is_refused(corpus, tmp_path):
         ({"precision": "fp16"}, None, "precision 'fp16' must have a GPU"),
         ({"accumulation": 4}, None, "multiple of processes x accumulation = 1 x 4, got 6"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_trained_is_refused_before_anything_is_written(
     change, num_tokens, message, corpus, tmp_path
 ):
@@ -455,26 +455,38 @@ BAD_SETTINGS = [
     ("precision must be one of .* got 'fp8'", {"precision": "fp8"}),
     ("device must be 'auto' or 'cpu', got 'tpu'", {"device": "tpu"}),
     ("model must be without vocab_size and train_length", {"model": {"vocab_size": 3}}),
-    ("model must be made of LinbiasConfig's fields, got 'depth'; there are attention_dropout, .*"
-     "window$", {"model": {"depth": 3}}),
-    (r"model must be .* got 'heads' \(perhaps num_attention_heads or num_key_value_heads\); there "
-     "are", {"model": {"heads": 3}}),
-    (r"model must be .* got 'hiden_size' \(perhaps hidden_size or head_size\);",
-     {"model": {"hiden_size": 3}}),
     ("validate_steps must be at least 0, got -1", {"validate_steps": -1}),
     ("validate_steps must be a whole number or below 1, got 1.5", {"validate_steps": 1.5}),
     ("epochs must be positive", {"steps": None, "epochs": 0.0}),
     (r"learning_rate_floor must be in \[0, 1\)", {"learning_rate_floor": 1.0}),
-    ("model must be without position, which task='masked'",
-     {"task": "masked", "model": {"position": "alibi"}}),
+    (
+        "model must be without position, which task='masked'",
+        {"task": "masked", "model": {"position": "alibi"}},
+    ),
     ("task must be one of", {"task": "both"}),
     ("length must be at least 2 for task='seq2seq', got 1", {"task": "seq2seq", "length": 1}),
-    ("model must be made of LinbiasSeq2SeqConfig's fields, got 'decoder_depth'",
-     {"task": "seq2seq", "model": {"decoder_depth": 1}}),
-]  # fmt: skip
+    (
+        "model must be made of LinbiasSeq2SeqConfig's fields, got 'decoder_depth'",
+        {"task": "seq2seq", "model": {"decoder_depth": 1}},
+    ),
+]
 
 
 @pytest.mark.parametrize(("message", "change"), BAD_SETTINGS)
 def test_bad_setting_is_refused(message, change):
     with pytest.raises(ValueError, match=f"TrainSettings: {message}"):
         replace(SETTINGS, **change)
+
+
+NO_FIELDS = {
+    "depth": "; there are attention_dropout, .*window$",
+    "heads": r" \(perhaps num_attention_heads or num_key_value_heads\); there are",
+    "hiden_size": r" \(perhaps hidden_size or head_size\);",
+}
+
+
+@pytest.mark.parametrize(("name", "advice"), NO_FIELDS.items())
+def test_what_is_no_field_of_a_model_is_refused_with_those_that_are(name, advice):
+    rule = "TrainSettings: model must be made of LinbiasConfig's fields, got"
+    with pytest.raises(ValueError, match=f"{rule} '{name}'{advice}"):
+        replace(SETTINGS, model={name: 3})

@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
-from interrupting import Stop, StopAt, callbacks_that_kill, killed_processes, torchrun
+from interrupting import Stop, StopAt, torchrun
 from linbias.models import load as load_model
 from linbias.paper.blocks import batch_order, block_tokens, blocks
 from linbias.paper.config import PaperConfig
@@ -196,24 +195,13 @@ def test_first_steps_lose_what_those_of_the_original_lose(tmp_path):
 # Interrupted, or in several processes
 
 
-def train_until_killed(event: str, step: int, paper_data: Path, output: Path) -> None:
-    callbacks = callbacks_that_kill(event, step)
-    train(paper_data, output, RECIPE, progress=False, callbacks=callbacks)
-
-
-DEATHS = [
-    *(("on_step_end", 1), ("while moving", 4), ("while saving", 5), ("on_step_begin", 5)),
-    *(("on_evaluate", 8), ("while saving", 10), ("on_step_end", 11), ("on_train_end", 14)),
-]
-
-
-@pytest.mark.processes
-def test_killed_run_ends_like_an_unbroken_one(paper_run, paper_data, tmp_path):
+def test_an_interrupted_run_ends_like_an_unbroken_one(paper_run, paper_data, tmp_path):
     output = tmp_path / "run"
-    for death in DEATHS:
-        killed_processes(train_until_killed, [death], paper_data, output)
+    for step in (3, 7, 12):  # before the first checkpoint, and after each
+        with pytest.raises(Stop):
+            train_into(paper_data, output, callbacks=[StopAt(step)])
         assert not (output / "metrics.json").exists()
-    train(paper_data, output, RECIPE, progress=False, callbacks=[KeepMomentum(output)])
+    train_into(paper_data, output, callbacks=[KeepMomentum(output)])
     assert_same_run(output, paper_run)
     files = [folder.parent / "momentum.pt" for folder in (output, paper_run)]
     ours, theirs = (torch.load(file, weights_only=True) for file in files)

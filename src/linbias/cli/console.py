@@ -199,6 +199,15 @@ def evaluation_table(
     return table
 
 
+def training_in_words(metrics: Any) -> str:
+    """What a training took, but for its losses."""
+    return (
+        f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.steps:,} steps, "
+        f"{metrics.tokens / 1e6:.2f} M tokens in {metrics.seconds:.0f} s "
+        f"({metrics.tokens_per_second:,.0f} tokens/s)"
+    )
+
+
 def is_first_process() -> bool:
     """Whether this process prints results: under torchrun, the first one does."""
     return int(os.environ.get("RANK", "0")) == 0

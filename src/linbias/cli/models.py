@@ -16,6 +16,7 @@ from linbias.cli.console import (
     out,
     print_json,
     print_path,
+    training_in_words,
 )
 from linbias.cli.options import option
 from linbias.cli.streams import evaluate_stream, generate_stream
@@ -103,14 +104,10 @@ def train(
         per_byte = 1 if task in _TOKEN else len(getattr(text, split)) / text.num_bytes[split]
         return f"{nats / math.log(2.0) * per_byte:.3f}"
 
-    validated = metrics.validation_loss
-    out.print(
-        f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.tokens / 1e6:.2f} M tokens "
-        f"in {metrics.seconds:.0f} s ({metrics.tokens_per_second:,.0f} tokens/s); "
-        f"loss {bits(metrics.loss, 'train')} bits per {_TOKEN.get(task, 'byte')}"
-        + ("" if validated is None else f", {bits(validated, 'valid')} on the validation split"),
-        soft_wrap=True,
-    )
+    words = f"loss {bits(metrics.loss, 'train')} bits per {_TOKEN.get(task, 'byte')}"
+    if metrics.validation_loss is not None:
+        words = f"{words}, {bits(metrics.validation_loss, 'valid')} on the validation split"
+    out.print(f"{training_in_words(metrics)}; {words}", soft_wrap=True)
     print_path("model in", output)
 
 

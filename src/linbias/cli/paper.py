@@ -15,6 +15,7 @@ from linbias.cli.console import (
     out,
     print_json,
     print_path,
+    training_in_words,
 )
 from linbias.cli.options import model_option, option, text_option, training_option
 from linbias.data import SPLITS
@@ -256,18 +257,11 @@ def run(
 
 
 def _print_training(metrics: Any) -> None:
-    validation = ""
+    words = f"{training_in_words(metrics)}; training perplexity {metrics.ppl:.2f}"
     if metrics.valid_ppl is not None:
-        validation = (
-            f", {metrics.valid_ppl:.2f} on the validation text at step {metrics.best_step:,}"
-        )
-    out.print(
-        f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.steps:,} steps, "
-        f"{metrics.tokens / 1e6:.2f} M tokens in {metrics.seconds:.0f} s "
-        f"({metrics.tokens_per_second:,.0f} tokens/s); "
-        f"training perplexity {metrics.ppl:.2f}{validation}",
-        soft_wrap=True,
-    )
+        best = f"{metrics.valid_ppl:.2f} on the validation text at step {metrics.best_step:,}"
+        words = f"{words}, {best}"
+    out.print(words, soft_wrap=True)
 
 
 def _print_scores(results: Iterable[Any]) -> None:

@@ -200,7 +200,7 @@ def _stdlib_files() -> dict[str, bytes]:
         raise ValueError(
             f"load_corpus: stdlib must have its .py files, got {len(files)} in {folder}"
         )
-    return {path: text for path, text in files.items() if _why_binary(text) is None}
+    return {path: text for path, text in files.items() if why_binary(text) is None}
 
 
 def matching_files(name: str, caller: str = "load_corpus") -> list[Path]:
@@ -234,20 +234,21 @@ def _root(name: str) -> Path:
 
 def _read_text(path: Path) -> bytes:
     text = path.read_bytes()
-    if reason := _why_binary(text):
+    if reason := why_binary(text):
         raise ValueError(f"load_corpus: files must be UTF-8 text, got {reason} in {path}")
     if not text:
         raise ValueError(f"load_corpus: files must not be empty, got {path}")
     return text
 
 
-def _why_binary(text: bytes) -> str | None:
+def why_binary(text: bytes, start: int = 0) -> str | None:
+    """Why bytes are no text, with the place, which counts from a start; None for a text."""
     if (offset := text.find(0)) >= 0:
-        return f"a NUL at byte {offset}"
+        return f"a NUL at byte {start + offset}"
     try:
         text.decode()
     except UnicodeDecodeError as error:
-        return f"a byte that is not UTF-8 at byte {error.start}"
+        return f"a byte that is not UTF-8 at byte {start + error.start}"
     return None
 
 
@@ -281,18 +282,16 @@ def _split_files(files: dict[str, bytes]) -> _Splits:
 
 def _cut_into_splits(text: bytes) -> _Splits:
     """Cuts one text into a first part to train on and two shorter ones that follow it."""
-    first, second = (
-        _before_character(text, round(len(text) * (1 - k * HELD_OUT))) for k in (2, 1)
-    )
+    first, second = (before_character(text, round(len(text) * (1 - k * HELD_OUT))) for k in (2, 1))
     members = {"train": [0, first], "valid": [first, second], "test": [second, len(text)]}
     return _Splits({split: text[slice(*members[split])] for split in SPLITS}, members)
 
 
 def _clip(text: bytes, max_bytes: int | None) -> bytes:
-    return text if max_bytes is None else text[: _before_character(text, max_bytes)]
+    return text if max_bytes is None else text[: before_character(text, max_bytes)]
 
 
-def _before_character(text: bytes, end: int) -> int:
+def before_character(text: bytes, end: int) -> int:
     """The last byte offset at or before `end` that does not divide a UTF-8 character."""
     while 0 < end < len(text) and text[end] & 0xC0 == 0x80:
         end -= 1
