@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from linbias._run.progress import Advance, progress_bar
 from linbias.cli.tables import NumberTable
@@ -44,16 +43,8 @@ _READERS = {
 }
 
 
-class _Command(TyperCommand):
-    def get_params(self, context: Any) -> Any:
-        return _with_plain_types(super().get_params(context))
-
-
 class _Commands(TyperGroup):
     """Commands that end an error with one line and status 2, and Ctrl-C with status 130."""
-
-    def get_params(self, context: Any) -> Any:
-        return _with_plain_types(super().get_params(context))
 
     def invoke(self, context: Any) -> Any:
         def as_typed(line: object) -> str:
@@ -78,22 +69,6 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as interrupt:
             err.print(f"\nStopped.{_advice(context.invoked_subcommand, interrupt)}")
             raise typer.Exit(130) from interrupt
-
-
-def _with_plain_types(parameters: Any) -> Any:
-    """Parameters of which the help says TEXT, INTEGER, FLOAT or PATH, and nothing of a flag."""
-    for parameter in parameters:
-        if parameter.param_type_name == "argument" and parameter.metavar is None:
-            parameter.metavar = parameter.name.upper()
-        parameter.display_type = partial(_type_in_words, parameter)
-    return parameters
-
-
-def _type_in_words(parameter: Any, _: Any) -> str:
-    """What the help says of a value, where typer writes `<list[Path]>`."""
-    words = {"bool": "", "int": "INTEGER", "float": "FLOAT", "Path": "PATH"}
-    kind = re.sub(r"list\[(\w+)\]", r"\1", parameter.bare_type())
-    return words.get(kind, "TEXT")
 
 
 def _advice(command: str | None, interrupt: KeyboardInterrupt) -> str:
@@ -129,14 +104,9 @@ def _as_typed(line: str, command: Any) -> str:
     return f"{typed.get(_READERS.get(caller, ''), command.name)}: {rest}"
 
 
-class _Group(typer.Typer):
-    def command(self, *arguments: Any, **options: Any) -> Any:
-        return super().command(*arguments, **{"cls": _Command, **options})
-
-
 def new_group() -> typer.Typer:
     """A group of commands with the settings that all groups share."""
-    return _Group(
+    return typer.Typer(
         cls=_Commands,
         no_args_is_help=True,
         add_completion=False,
