@@ -293,8 +293,10 @@ def run(name, settings=settings, callbacks=()):
 
 
 run("unbroken", callbacks=[KeepWeights()])
-sharded = replace(settings, fsdp={})
-for name, kind in {"resumed": settings, "sharded": sharded}.items():
+sharded, shards = replace(settings, fsdp={}), replace(settings, context_parallel=2)
+run("shards", shards)
+kinds = {"resumed": settings, "sharded": sharded, "resumed-shards": shards}
+for name, kind in kinds.items():
     try:
         run(name, kind, callbacks=[StopAt(7)])
     except Stop:
@@ -318,6 +320,7 @@ def test_two_processes_train_the_model_of_one(corpus, text, tmp_path):
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
     assert_same_run(tmp_path / "resumed", tmp_path / "unbroken")
+    assert_same_run(tmp_path / "resumed-shards", tmp_path / "shards")
 
     for rank in (0, 1):  # the first one asks for the lock, and both end alike
         refusal = (tmp_path / f"refused{rank}").read_text()
@@ -326,14 +329,14 @@ def test_two_processes_train_the_model_of_one(corpus, text, tmp_path):
     alone_settings = replace(SETTINGS, model=TINY, accumulation=1, validate_steps=6)
     corpus = replace(corpus, valid=corpus.train[: 5 * 16 + 1])
     alone = load_file(train_into(alone_settings, corpus, tmp_path / "alone") / "model.safetensors")
-    kinds = ("alone", "unbroken", "resumed", "sharded")
+    kinds = ("alone", "unbroken", "resumed", "sharded", "shards")
     histories = [history(tmp_path / kind) for kind in kinds]
     for lines in histories:  # one line each, of the first process, with the loss over all
         assert [line["step"] for line in lines] == [5, 6, 10, 12]
         for name in ("loss", "validation_loss"):
             losses, expected = ([line[name] or 0.0 for line in h] for h in (lines, histories[0]))
             assert losses == pytest.approx(expected, rel=1e-4)
-    for kind in ("unbroken", "sharded"):
+    for kind in ("unbroken", "sharded", "shards"):
         weights = load_file(tmp_path / kind / "model.safetensors")
         for name, value in alone.items():
             torch.testing.assert_close(weights[name], value, atol=1e-4, rtol=0)
