@@ -61,8 +61,7 @@ def describe(context: Any) -> Iterator[str]:
 
 
 def _prose(text: str) -> str:
-    """Text whose marked words are commands, without defaults that follow from the machine."""
+    """Text whose marked words are commands."""
     text = re.sub(r"\[bold(?: cyan)?\](.*?)\[/(?:bold)?\]", r"`\1`", text)
     text = re.sub(r"\[dim\](.*?)\[/\]", r"\1", text)
-    text = re.sub(r" *\[default: \d+\]$", "", text) if "Processes" in text else text
     return re.sub(r"([*<>])", r"\\\1", text)

@@ -122,13 +122,13 @@ def train_model(data: Path, home: Path, recipe: Recipe) -> Record:
 def validation_loss(data: Path, home: Path, recipe: Recipe) -> float:
     """Bits per word of a model after training, on the validation text."""
     train(data, home, recipe, progress=False)
-    ids = read_data(data, "valid")[1].tokens[:65536]
+    ids = read_data(data, "valid")[1][:65536]
     return score(load(home), ids, length=recipe.length).loss_base2
 
 
 def test_model(data: Path, home: Path, lengths: list[int], plan: Plan) -> list[Record]:
     """Bits per word at each length, without overlap and with a sliding window."""
-    model, ids = load(home), read_data(data, "test")[1].tokens
+    model, ids = load(home), read_data(data, "test")[1]
     before = psutil.Process().memory_info().rss
     longest = plan.test_lengths[-1]
     found: list[Record] = []
@@ -222,7 +222,7 @@ class Run:
         readers = {"corpus": plan.corpora[0], "train_length": plan.length, "seed": seed}.items()
         wanted = [(key, home) for key, home in self.models() if key.items() >= readers]
         self.train(wanted)
-        ids = read_data(data, "test")[1].tokens[:16384]
+        ids = read_data(data, "test")[1][:16384]
         loaded = {key["position"]: load(home) for key, home in wanted}
         if self.log.find(kind="speed made") is None:
             self.log.append({"kind": "speed made", **made_here()})

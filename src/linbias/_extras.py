@@ -22,7 +22,7 @@ PARTS = {
     "linbias.plots": ("plots", ("matplotlib",)),
     "linbias.lm": (
         "lm",
-        ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "psutil"),
+        ("torch", "transformers", "accelerate", "tokenizers", "matplotlib"),
     ),
 }
 

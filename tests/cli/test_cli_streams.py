@@ -1,4 +1,4 @@
-"""`linbias windows`, `linbias evaluate --stream` and `linbias generate --stream`."""
+"""`linbias reach`, `linbias evaluate --stream` and `linbias generate --stream`."""
 
 import json
 import os
@@ -28,18 +28,14 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_it_prints_the_windows_of_every_head(folder):
-    result = run("windows", folder)
-    expected = reach_of_weights(load(folder)).of_heads()
+def test_it_prints_the_reach_of_every_head_and_json_has_all_numbers(folder):
+    shown, given = run("reach", folder).stdout, reach_of_weights(load(folder))
+    expected = given.of_heads()
     for number in (*expected.flat, *expected.sum(1), expected.sum()):
-        assert f"{number:,.0f}" in result.stdout
-    assert "head 3" in result.stdout and "1/256" in result.stdout
-
-
-def test_json_has_all_numbers(folder):
-    found = json.loads(run("windows", folder, "--tolerance", "1e-4", "--json").stdout)
-    given = reach_of_weights(load(folder))
-    np.testing.assert_array_equal(found["windows"], given.of_heads(1e-4))
+        assert f"{number:,.0f}" in shown
+    assert "head 3" in shown and "1/256" in shown
+    found = json.loads(run("reach", folder, "--tolerance", "1e-4", "--json").stdout)
+    np.testing.assert_array_equal(found["reach"], given.of_heads(1e-4))
     np.testing.assert_allclose(found["lead"], given.lead)
     assert found["tolerance"] == 1e-4 and found["why_not"] == {}
 
@@ -47,28 +43,28 @@ def test_json_has_all_numbers(folder):
 def test_many_heads_are_summed_up(tmp_path):
     build(num_attention_heads=16, hidden_size=32).float().save_pretrained(tmp_path)
     expected = reach_of_weights(load(tmp_path)).of_heads()
-    shown = run("windows", tmp_path).stdout
+    shown = run("reach", tmp_path).stdout
     assert "head" not in shown.splitlines()[1] and "median" in shown
     assert f"{np.median(expected[0]):,.0f}" in shown and f"{expected[1].max():,.0f}" in shown
 
 
-def test_heads_without_a_window_need_all_keys(tmp_path, monkeypatch):
+def test_heads_without_a_reach_need_all_keys(tmp_path, monkeypatch):
     """As of slopes that vanish beside the scores."""
-    measure = streaming.needed_windows
+    measure = streaming.needed_reach
 
     def endless(*arguments, **options):
         found = measure(*arguments, **options)
         return replace(found, needed=found.needed + np.inf)
 
-    monkeypatch.setattr(streaming, "needed_windows", endless)
+    monkeypatch.setattr(streaming, "needed_reach", endless)
     build().float().save_pretrained(tmp_path)
-    shown = run("windows", tmp_path).stdout
-    assert "all" in shown and "0 of 8 heads have a window" in shown
+    shown = run("reach", tmp_path).stdout
+    assert "all" in shown and "0 of 8 heads have a reach" in shown
 
 
 def test_a_model_without_linear_biases_is_refused(tmp_path):
     build(position="rotary").float().save_pretrained(tmp_path)
-    result = run("windows", tmp_path)
+    result = run("reach", tmp_path)
     assert result.exit_code == 2 and "linear biases" in result.stderr
 
 
@@ -90,43 +86,33 @@ def expected_of(folder, ids, **options):
     return scorer.result()
 
 
-def test_a_text_needs_fewer_keys_than_the_weights_say(writer, tmp_path):
+def test_a_text_needs_fewer_keys_than_the_weights_say(writer):
     folder, text = writer
-    plot = tmp_path / "windows.svg"
-    options = ["windows", folder, "--corpus", text, "--limit-tokens", 2500]
+    options = ["reach", folder, "--corpus", text, "--limit-tokens", 2500]
     found = json.loads(run(*options, "--json").stdout)
     assert found["num_tokens"] == 2501 and found["uncertified"] == 0
-    assert 0 < np.sum(found["kept"]) < np.sum(found["windows"])
-    shown = run(*options, "--plot", plot)
+    assert 0 < np.sum(found["kept"]) < np.sum(found["reach"])
+    shown = run(*options)
     assert "Keys that were kept of 2,501 tokens" in shown.stdout
     assert "certified in every row" in shown.stdout
     assert f"{np.sum(found['kept']):,.0f} keys over 8 heads" in shown.stdout
-    assert plot.read_text().startswith("<svg")
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("piped", [False, True])
-def test_a_text_is_scored_in_one_pass(writer, piped):
+def test_a_text_is_scored_in_one_pass(writer):
     folder, text = writer
     content = text.read_bytes()
     expected = expected_of(folder, np.frombuffer(content, np.uint8), chunk=100)
-    words = ["evaluate", folder, "--stream", "--chunk", 100, "--corpus", "-" if piped else text]
-    command = [sys.executable, "-m", "linbias", *map(str, words)]
-    shown = subprocess.run(command, input=content, capture_output=True, check=True).stdout.decode()
+    words = ["evaluate", folder, "--stream", "--corpus", text]
+    shown = run(*words, "--chunk", 100).stdout
     assert f"{len(content) - 1:,} tokens of {len(content):,} bytes in one pass" in shown
     assert f"perplexity {expected.perplexity:,.3f}" in shown
     assert f"{expected.bits_per_byte(len(content)):.4f} bits per byte" in shown
     assert "every row is certified" in shown
-
-
-def test_json_of_a_pass(writer):
-    folder, text = writer
-    options = ["--stream", "--corpus", text, "--limit-tokens", 700, "--json"]
-    found = json.loads(run("evaluate", folder, *options).stdout)
-    expected = expected_of(folder, np.frombuffer(text.read_bytes(), np.uint8)[:701])
+    found = json.loads(run(*words, "--limit-tokens", 700, "--json").stdout)
+    expected = expected_of(folder, np.frombuffer(content, np.uint8)[:701])
     assert found["num_tokens"] == 700 and found["num_bytes"] == 701
     assert found["nll"] == pytest.approx(expected.nll, rel=1e-6)
-    assert found["windows"] == expected.windows and found["uncertified"] == 0
+    assert found["reach"] == expected.reach and found["uncertified"] == 0
 
 
 @pytest.mark.processes
@@ -152,10 +138,9 @@ ERRORS = {
     "evaluate --stream --max-bytes 8": "--max-bytes: must be left out with --stream",
     "evaluate --stream --chunk 0": "--chunk: must be at least 1, got 0",
     "evaluate --stream --limit-tokens -3": "--limit-tokens: must be at least 1, got -3",
-    "windows --corpus stdlib --limit-tokens 0": "--limit-tokens: must be at least 1, got 0",
-    "windows --tolerance 0": "--tolerance: must be in (0, 1), got 0.0",
-    "windows --tolerance nan": "--tolerance: must be in (0, 1), got nan",
-    "windows --plot windows.pdf": "--plot: must end in .svg or .png, got windows.pdf",
+    "reach --corpus stdlib --limit-tokens 0": "--limit-tokens: must be at least 1, got 0",
+    "reach --tolerance 0": "--tolerance: must be in (0, 1), got 0.0",
+    "reach --tolerance nan": "--tolerance: must be in (0, 1), got nan",
     "generate --stream --json": "--json: must be left out with --stream",
     "generate --stream -n 0": "error: --max-new-tokens: must be at least 1, got 0",
     "generate --stream --prompt=": "error: --prompt: must not be empty",
@@ -173,15 +158,20 @@ def test_a_model_that_fills_gaps_is_refused(tmp_path):
     config = LinbiasSeq2SeqConfig(vocab_size=356, hidden_size=16, num_attention_heads=2)
     LinbiasForConditionalGeneration(config).save_pretrained(tmp_path)
     byte_tokenizer().with_sentinels().save(tmp_path)
-    for words in (["generate", "--stream"], ["evaluate", "--stream"], ["windows"]):
+    for words in (["generate", "--stream"], ["evaluate", "--stream"], ["reach"]):
         result = run(words[0], tmp_path, *words[1:])
         assert result.exit_code == 2 and "error: MODEL: must " in result.stderr
         assert "causal" in result.stderr
 
 
 @pytest.mark.processes
-def test_a_pipe_that_ends_inside_a_character(writer):
-    command = [sys.executable, "-m", "linbias", "evaluate", writer[0], "--stream", "--corpus", "-"]
+def test_a_pipe_is_read_to_its_end_which_must_be_that_of_a_character(writer):
+    folder, text = writer
+    command = [sys.executable, "-m", "linbias", "evaluate", folder, "--stream", "--corpus", "-"]
+    content = text.read_bytes()
+    piped = subprocess.run(command, input=content, capture_output=True, check=True)
+    expected = expected_of(folder, np.frombuffer(content, np.uint8))
+    assert f"perplexity {expected.perplexity:,.3f}" in piped.stdout.decode()
     ended = subprocess.run(command, input=b"abc\xc3", capture_output=True, check=False)
     assert ended.returncode == 2
-    assert b"got an end inside a character at byte 3 of standard input" in ended.stderr
+    assert b"got a byte that is not UTF-8 at byte 3 of standard input" in ended.stderr

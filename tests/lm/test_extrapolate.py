@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 
 import pytest
@@ -34,16 +33,7 @@ def settings(word_file):
         seeds=(0, 1),
         corpus=str(word_file),
         limit_tokens=500,
-        training=TrainSettings(
-            TINY,
-            length=16,
-            batch_size=2,
-            steps=2,
-            threads=1,
-            validate_steps=2,
-            validate_lengths=(32,),
-            prompt="train ",
-        ),
+        training=TrainSettings(TINY, length=16, batch_size=2, steps=2, threads=1),
     )
 
 
@@ -83,6 +73,8 @@ def test_the_run_leaves_records_plot_and_report(finished):
     folder, results = finished
     written = json.loads((folder / "results.json").read_text())
     assert written == json.loads(json.dumps(results.to_dict()))
+    assert ExtrapolationResults.from_dict(written) == results
+    written["settings"]["training"]["prompt"] = None  # a setting that there is no more
     assert ExtrapolationResults.from_dict(written) == results
     kinds = [record["kind"] for record in JsonLog(folder / "results.jsonl").records]
     assert kinds.count("training") == 8
@@ -225,38 +217,6 @@ def test_page_and_tables_show_the_measured_numbers(finished):
     assert "beyond its table" in shown
     assert "linbias &lt;test&gt;" in html
     assert max(map(len, shown.splitlines())) <= 100
-
-
-def test_page_and_tables_show_the_last_validations(finished):
-    folder, results = finished
-    html = (folder / "report.html").read_text()
-    shown = shown_at(100, report.tables(results))
-    said = shown_at(400, report.sentences(results))
-    for train_length in (16, 8):
-        alibi, learned = findings.validations(results.trainings, train_length).rows
-        kept = [
-            record.metrics.validation
-            for record in results.trainings
-            if (record.method, record.train_length) == ("alibi", train_length)
-        ]
-        at = [validation["lengths"] for validation in kept]  # of two seeds
-        entries = [(train_length, "loss"), (32, "loss")]
-        entries += [(32, "first"), (32, "trained"), (32, "last"), (32, "accuracy")]
-        means = [sum(lengths[str(n)][name] for lengths in at) / 2 for n, name in entries]
-        assert [*alibi.losses, alibi.accuracy] == pytest.approx(means)
-        assert [cell is None for cell in learned.cells()] == [0, 1, 0, 0, 1, 0]
-        for text in (html, shown):
-            assert all(cell in text for row in (alibi, learned) for cell in row.cells() if cell)
-        for validation in kept:
-            assert f"continues: {validation['continuation']!r}" in said
-            assert escape(repr(validation["continuation"])) in html
-    assert "beyond its table" in shown
-    without = (replace(r, metrics=replace(r.metrics, validation=None)) for r in results.trainings)
-    results = replace(results, trainings=tuple(without))
-    html = page.html(results)
-    said = "".join(re.findall(r"<noscript>.*</noscript>", html, re.DOTALL))
-    assert '"validation":null' in html
-    assert "validation" not in said + shown_at(100, report.tables(results))
 
 
 def test_the_report_can_be_made_again_from_results_json(finished, tmp_path):

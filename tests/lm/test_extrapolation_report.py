@@ -33,13 +33,12 @@ def records(plan: Any) -> list[dict[str, Any]]:
     growths = dict.fromkeys(plan.test_lengths, 1.0) | {plan.test_lengths[-1]: 1.1}
     for number, (method, seed) in enumerate(product(plan.seeds, (1, 2, 3))):
         share = 0.05 * number
-        found.append({
-            **{"kind": "model", "method": method, "seed": seed, "rate": 0.004, "tokens": 2e6},
-            **{"seconds": 60, "num_parameters": 8e5, "machine": "a machine", "versions": {}},
-            **{"date": "2026-01-01", "sliding": {}, "positions": []},
-            "segments": {n: (2.0 + seed / 10) * growth for n, growth in growths.items()},
-            "near_to_far": {"read": [[share, 1.0]], "step": [[0.25, seed]], "dropped": seed / 1e9},
-        })  # fmt: skip
+        model = {"kind": "model", "method": method, "seed": seed, "rate": 0.004, "tokens": 2e6}
+        model |= {"seconds": 60, "num_parameters": 8e5, "machine": "a machine", "versions": {}}
+        model |= {"date": "2026-01-01", "sliding": {}, "positions": []}
+        model["segments"] = {n: (2.0 + seed / 10) * growth for n, growth in growths.items()}
+        left = {"read": [[share, 1.0]], "step": [[0.25, seed]], "dropped": seed / 1e9}
+        found.append({**model, "near_to_far": left})
     return found
 
 

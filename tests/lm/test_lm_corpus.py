@@ -226,19 +226,6 @@ def test_fingerprint_tells_texts_and_tokenizers_apart(tmp_path):
     assert len(prints) == 6
 
 
-def test_cached_ids_are_those_computed_and_are_not_computed_again(tmp_path, monkeypatch):
-    path, cache = tmp_path / "one.txt", tmp_path / "cache"
-    path.write_text(SAMPLE, encoding="utf-8")
-    fresh = load_corpus(str(path), tokenizer="bpe", vocab_size=300)
-    load_corpus(str(path), tokenizer="bpe", vocab_size=300, cache_dir=cache)
-    monkeypatch.setattr(corpora, "train_bpe", None)
-    cached = load_corpus(str(path), tokenizer="bpe", vocab_size=300, cache_dir=cache)
-    for split in SPLITS:
-        assert np.array_equal(getattr(cached, split), getattr(fresh, split))
-    assert cached.tokenizer.backend.to_str() == fresh.tokenizer.backend.to_str()
-    assert len(list(cache.iterdir())) == 1
-
-
 def rows(*texts: str) -> list[dict[str, object]]:
     return [{"text": text, "id": 0} for text in texts]
 
@@ -246,11 +233,11 @@ def rows(*texts: str) -> list[dict[str, object]]:
 def test_data_set_keeps_its_own_splits_and_blank_lines(data_sets):
     train = rows(" = A = \n", "", "a")
     data_sets.data = {"test": rows("c"), "train": train, "validation": rows("b")}
-    corpus = load_corpus("wikitext-103", stream=True, cache_dir="kept")
+    corpus = load_corpus("wikitext-103", stream=True)
     decoded = [corpus.tokenizer.decode(getattr(corpus, split)) for split in SPLITS]
     assert decoded == [" = A = \n\na\n", "b\n", "c\n"]
-    options = {"streaming": True, "cache_dir": "kept"}
-    assert data_sets.calls == [("Salesforce/wikitext", "wikitext-103-raw-v1", options)]
+    call = ("Salesforce/wikitext", "wikitext-103-raw-v1", {"streaming": True})
+    assert data_sets.calls == [call]
     assert load_corpus("tiny-shakespeare").location == "karpathy/tiny_shakespeare"
 
 

@@ -123,6 +123,27 @@ def test_validation_is_the_mean_over_its_segments_and_leaves_training_alone(
 
 
 @pytest.mark.thorough
+def test_the_history_has_every_line_once_however_often_a_run_stops(unbroken, corpus, tmp_path):
+    validated = replace(SETTINGS, validate_steps=4)
+    valid = replace(corpus, valid=corpus.train)
+    expected = history(train_into(validated, valid, tmp_path / "whole"))
+    run = tmp_path / "run"
+    for step in (7, 9, 11):
+        interrupt(valid, run, step, validated)
+    assert len(history(run)) == 4
+    # As a crash leaves it, in the middle of a line from after the last checkpoint.
+    with (run / "history.jsonl").open("a") as file:
+        file.write('{"step": 11, "lo')
+    assert_same_run(train_into(validated, valid, run), unbroken)
+    lines = history(run)
+    for line in (*lines, *expected):
+        assert line.pop("tokens_per_second") > 0
+    assert lines == expected
+    assert [line["step"] for line in lines] == [4, 5, 8, 10, 12]
+    assert [line["validation_loss"] is not None for line in lines] == [1, 0, 1, 0, 1]
+
+
+@pytest.mark.thorough
 def test_a_model_is_trained_on_with_its_own_tokenizer(tmp_path):
     for name in ("first", "second"):
         lines = (f"{name} {i} times {i} is {i * i}\n" for i in range(60))

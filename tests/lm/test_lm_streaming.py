@@ -41,8 +41,8 @@ def test_one_pass_is_one_segment(model, parts):
     assert found.perplexity == pytest.approx(expected.perplexity, rel=1e-6)
     assert found.bits_per_byte(5000) == pytest.approx(expected.bits_per_byte, rel=1e-6)
     assert found.uncertified == 0 and 0 < found.largest_dropped <= TOLERANCE
-    assert found.windows == cache.windows and found.cache_bytes == cache.num_bytes
-    assert found.to_dict()["windows"] == cache.windows
+    assert found.reach == cache.windows and found.cache_bytes == cache.num_bytes
+    assert found.to_dict()["reach"] == cache.windows
 
 
 def test_a_scorer_says_what_it_cannot_read(model):
@@ -151,11 +151,10 @@ def test_a_text_is_read_piece_by_piece(folder, content, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"ab\xc3", "got an end inside a character at byte 2 of it"),
-        ("abcdéf日".encode()[:-1], "got an end inside a character at byte 7 of it"),
-        (b"abc\ndefg\xff12345678", "got another byte at 8 of it"),
-        (b"1234\xc3", "got an end inside a character at byte 4 of it"),
-        (b"1234\xc3(567", "got another byte at 4 of it"),
+        (b"ab\xc3", "got a byte that is not UTF-8 at byte 2 of it"),
+        ("abcdéf日".encode()[:-1], "got a byte that is not UTF-8 at byte 7 of it"),
+        (b"abc\ndefg\xff12345678", "got a byte that is not UTF-8 at byte 8 of it"),
+        (b"1234\xc3(567", "got a byte that is not UTF-8 at byte 4 of it"),
         (b"abc\ndefg\0 12345678", "got a NUL at byte 8 of it"),
     ],
 )

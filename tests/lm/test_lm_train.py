@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -179,14 +180,17 @@ def test_a_run_goes_on_with_other_steps_between_checkpoints_and_validations(
     unbroken, corpus, tmp_path
 ):
     interrupt(corpus, tmp_path, 6)
-    other = replace(SETTINGS, save_steps=4, validate_steps=3, validate_lengths=(8,), prompt="ab")
+    path = tmp_path / "settings.json"
+    older = json.loads(path.read_text())
+    older["settings"] |= {"validate_lengths": [8], "prompt": None}  # which went
+    path.write_text(json.dumps(older))
+    other = replace(SETTINGS, save_steps=4, validate_steps=3)
     newest = interrupt(corpus, tmp_path, 9, other) / "checkpoint-8"
     assert newest.exists()
     assert_same_run(train_into(other, corpus, tmp_path), unbroken)
     validated = [line["step"] for line in history(tmp_path) if line["validation_loss"]]
     assert validated == [6, 9, 12]
-    kept = json.loads((tmp_path / "settings.json").read_text())["settings"]
-    assert (kept["save_steps"], kept["validate_lengths"]) == (4, [8])
+    assert json.loads(path.read_text())["settings"]["save_steps"] == 4
 
 
 def test_other_settings_and_other_text_are_refused_with_the_difference(unbroken, corpus):
@@ -234,7 +238,7 @@ def test_folder_in_use_is_refused(corpus, tmp_path):
         ({"precision": "fp16"}, None, "precision 'fp16' must have a GPU"),
         ({"accumulation": 4}, None, "multiple of processes x accumulation = 1 x 4, got 6"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_trained_is_refused_before_anything_is_written(
     change, num_tokens, message, corpus, tmp_path
 ):
@@ -289,8 +293,10 @@ def run(name, settings=settings, callbacks=()):
 
 
 run("unbroken", callbacks=[KeepWeights()])
-sharded = replace(settings, fsdp={}, validate_lengths=(20,), prompt="7 times")
-for name, kind in {"resumed": settings, "sharded": sharded}.items():
+sharded, shards = replace(settings, fsdp={}), replace(settings, context_parallel=2)
+run("shards", shards)
+kinds = {"resumed": settings, "sharded": sharded, "resumed-shards": shards}
+for name, kind in kinds.items():
     try:
         run(name, kind, callbacks=[StopAt(7)])
     except Stop:
@@ -314,29 +320,23 @@ def test_two_processes_train_the_model_of_one(corpus, text, tmp_path):
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
     assert_same_run(tmp_path / "resumed", tmp_path / "unbroken")
+    assert_same_run(tmp_path / "resumed-shards", tmp_path / "shards")
 
     for rank in (0, 1):  # the first one asks for the lock, and both end alike
         refusal = (tmp_path / f"refused{rank}").read_text()
         assert f"one run at a time, got {tmp_path}/held, held by process {os.getpid()}" in refusal
 
-    more = {"validate_lengths": (20,), "prompt": "7 times"}
-    alone_settings = replace(SETTINGS, model=TINY, accumulation=1, validate_steps=6, **more)
+    alone_settings = replace(SETTINGS, model=TINY, accumulation=1, validate_steps=6)
     corpus = replace(corpus, valid=corpus.train[: 5 * 16 + 1])
     alone = load_file(train_into(alone_settings, corpus, tmp_path / "alone") / "model.safetensors")
-    kinds = ("alone", "unbroken", "resumed", "sharded")
+    kinds = ("alone", "unbroken", "resumed", "sharded", "shards")
     histories = [history(tmp_path / kind) for kind in kinds]
     for lines in histories:  # one line each, of the first process, with the loss over all
         assert [line["step"] for line in lines] == [5, 6, 10, 12]
         for name in ("loss", "validation_loss"):
             losses, expected = ([line[name] or 0.0 for line in h] for h in (lines, histories[0]))
             assert losses == pytest.approx(expected, rel=1e-4)
-    alone_validation, sharded_validation = histories[0][-1], histories[3][-1]
-    for length, scores in alone_validation["validation"]["lengths"].items():
-        found = sharded_validation["validation"]["lengths"][length]
-        assert found == pytest.approx(scores, rel=1e-4)
-    texts = [line["validation"]["continuation"] for line in (alone_validation, sharded_validation)]
-    assert texts[0] == texts[1]
-    for kind in ("unbroken", "sharded"):
+    for kind in ("unbroken", "sharded", "shards"):
         weights = load_file(tmp_path / kind / "model.safetensors")
         for name, value in alone.items():
             torch.testing.assert_close(weights[name], value, atol=1e-4, rtol=0)
@@ -356,6 +356,48 @@ def test_budgets_in_tokens_and_seconds_become_steps_once(corpus, tmp_path, monke
         train_module.LanguageModelRun, "_step_seconds", None
     )  # a second measurement would fail
     assert train(by_seconds, corpus, tmp_path / "s", progress=False).steps == steps
+
+
+@pytest.mark.thorough
+def test_epochs_are_passes_over_the_text(corpus, tmp_path):
+    per_pass = (len(corpus.train) - 1) // 16
+    settings = replace(SETTINGS, steps=None, epochs=1.5, validate_steps=0.5)
+    valid = replace(corpus, valid=corpus.train)
+    run = train_into(settings, valid, tmp_path)
+    assert metrics(run)["steps"] == math.ceil(1.5 * per_pass / 6)
+    steps = [line["step"] for line in history(run) if line["validation_loss"] is not None]
+    half = round(0.5 * per_pass / 6)
+    assert steps[:2] == [half, 2 * half]
+    more = train(replace(settings, epochs=2.25), valid, tmp_path, progress=False)
+    assert more.steps == math.ceil(2.25 * per_pass / 6)
+
+
+def test_the_learning_rate_does_not_go_below_its_floor(corpus, tmp_path):
+    settings = replace(SETTINGS, learning_rate_floor=0.25, warmup_steps=3, save_steps=1)
+    run = train_into(settings, corpus, tmp_path)
+    expected = []
+    for step in range(12):  # a line's rate is that of its step
+        cosine = 0.5 * (1 + math.cos(math.pi * (step - 3) / 9))
+        expected.append(1e-3 * (step / 3 if step < 3 else max(0.25, cosine)))
+    assert [line["learning_rate"] for line in history(run)] == pytest.approx(expected)
+
+
+@pytest.mark.thorough
+def test_untied_token_embeddings_do_not_decay(corpus, tmp_path, monkeypatch):
+    decayed = []
+    names_of = train_module.LanguageModelTrainer.get_decay_parameter_names
+
+    def keep(*arguments):
+        decayed.append(names_of(*arguments))
+        return decayed[-1]
+
+    monkeypatch.setattr(train_module.LanguageModelTrainer, "get_decay_parameter_names", keep)
+    for tied in (True, False):
+        model = {**SETTINGS.model, "tie_word_embeddings": tied}
+        train_into(replace(SETTINGS, model=model, steps=1), corpus, tmp_path / str(tied))
+    assert "model.embed_tokens.weight" in decayed[0]
+    assert not {"model.embed_tokens.weight", "model.norm.weight"} & set(decayed[-1])
+    assert "lm_head.weight" in decayed[-1]
 
 
 @pytest.mark.thorough
@@ -416,30 +458,38 @@ BAD_SETTINGS = [
     ("precision must be one of .* got 'fp8'", {"precision": "fp8"}),
     ("device must be 'auto' or 'cpu', got 'tpu'", {"device": "tpu"}),
     ("model must be without vocab_size and train_length", {"model": {"vocab_size": 3}}),
-    ("model must be made of LinbiasConfig's fields, got 'depth'; there are attention_dropout, .*"
-     "window$", {"model": {"depth": 3}}),
-    (r"model must be .* got 'heads' \(perhaps num_attention_heads or num_key_value_heads\); there "
-     "are", {"model": {"heads": 3}}),
-    (r"model must be .* got 'hiden_size' \(perhaps hidden_size or head_size\);",
-     {"model": {"hiden_size": 3}}),
     ("validate_steps must be at least 0, got -1", {"validate_steps": -1}),
     ("validate_steps must be a whole number or below 1, got 1.5", {"validate_steps": 1.5}),
-    ("validate_lengths must be different lengths", {"validate_lengths": (8, 8)}),
-    ("prompt must be left out without validate_steps", {"prompt": "a"}),
-    ("prompt must be left out for a task other than",
-     {"task": "masked", "model": {}, "validate_steps": 4, "prompt": "a"}),
     ("epochs must be positive", {"steps": None, "epochs": 0.0}),
     (r"learning_rate_floor must be in \[0, 1\)", {"learning_rate_floor": 1.0}),
-    ("model must be without position, which task='masked'",
-     {"task": "masked", "model": {"position": "alibi"}}),
+    (
+        "model must be without position, which task='masked'",
+        {"task": "masked", "model": {"position": "alibi"}},
+    ),
     ("task must be one of", {"task": "both"}),
     ("length must be at least 2 for task='seq2seq', got 1", {"task": "seq2seq", "length": 1}),
-    ("model must be made of LinbiasSeq2SeqConfig's fields, got 'decoder_depth'",
-     {"task": "seq2seq", "model": {"decoder_depth": 1}}),
-]  # fmt: skip
+    (
+        "model must be made of LinbiasSeq2SeqConfig's fields, got 'decoder_depth'",
+        {"task": "seq2seq", "model": {"decoder_depth": 1}},
+    ),
+]
 
 
 @pytest.mark.parametrize(("message", "change"), BAD_SETTINGS)
 def test_bad_setting_is_refused(message, change):
     with pytest.raises(ValueError, match=f"TrainSettings: {message}"):
         replace(SETTINGS, **change)
+
+
+NO_FIELDS = {
+    "depth": "; there are attention_dropout, .*window$",
+    "heads": r" \(perhaps num_attention_heads or num_key_value_heads\); there are",
+    "hiden_size": r" \(perhaps hidden_size or head_size\);",
+}
+
+
+@pytest.mark.parametrize(("name", "advice"), NO_FIELDS.items())
+def test_what_is_no_field_of_a_model_is_refused_with_those_that_are(name, advice):
+    rule = "TrainSettings: model must be made of LinbiasConfig's fields, got"
+    with pytest.raises(ValueError, match=f"{rule} '{name}'{advice}"):
+        replace(SETTINGS, model={name: 3})

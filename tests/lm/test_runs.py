@@ -221,15 +221,3 @@ def test_where_there_are_no_locks_a_run_says_so_and_starts(why, tmp_path, monkey
     with pytest.warns(UserWarning, match="train: output should be locked, got"):
         held.__enter__()
     held.__exit__(None, None, None)
-
-
-# What worker processes import
-
-
-def test_files_and_the_preparation_of_text_do_not_load_torch():
-    code = (
-        "import sys, linbias._run.files, linbias.paper.prepare, linbias.paper.store\n"
-        "print('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

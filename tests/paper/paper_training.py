@@ -65,7 +65,7 @@ def write_data(folder: Path) -> Path:
         ids = [2]
         while len(ids) < length:
             ids.append(4 + (5 * ids[-1] + int(rng.integers(3))) % 44)
-        write_ids(folder / name, [length], [np.array(ids)])
+        write_ids(folder / name, [ids])
     return folder
 
 

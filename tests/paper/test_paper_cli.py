@@ -38,7 +38,7 @@ def texts(tmp_path_factory):
 @pytest.fixture(scope="session")
 def whole_path(texts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("path") / "out"
-    words = ["run", *texts, "-o", folder, "--steps", 3, "--workers", 1, *SMALL, "-q", "--json"]
+    words = ["run", *texts, "-o", folder, "--steps", 3, *SMALL, "-q", "--json"]
     result = linbias(*words)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
@@ -80,7 +80,7 @@ def test_run_in_a_folder_in_use_is_refused(held, whole_path, texts):
 
 
 def test_texts_that_fail_leave_the_folder_to_others(texts, tmp_path):
-    words = ["-o", tmp_path / "out", "--steps", 3, "--workers", 1, *SMALL, "-q"]
+    words = ["-o", tmp_path / "out", "--steps", 3, *SMALL, "-q"]
     (tmp_path / "empty").write_text("")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     for wrong in (tmp_path / "empty", tmp_path / "latin"):
@@ -104,7 +104,7 @@ def test_steps_one_by_one_are_the_whole_path(whole_path, texts, tmp_path):
     folder, measured = whole_path
     data, home = tmp_path / "data", tmp_path / "model"
     given = ["--train", texts[0], "--valid", texts[1], "--test", texts[2]]
-    made = linbias("prepare", *given, "-o", data, "--workers", 1, "--json")
+    made = linbias("prepare", *given, "-o", data, "--json")
     assert json.loads(made.stdout)["valid"]["num_ids"] == 210
     words = ["train", data, "-o", home, "--preset", "tiny", "--steps", 3, *SMALL, "-q"]
     shown = linbias(*words)
@@ -179,7 +179,7 @@ def test_a_text_of_few_words_is_read_in_fewer_bands(whole_path, texts, tmp_path)
     small = SMALL[:-2]  # the cutoffs of the preset
     words = ["--steps", 2, *small, "-q", "--json"]
     said = "cutoffs [2000, 10000] are [] here, since the text has 48 types"
-    made = linbias("run", *texts, "-o", tmp_path / "run", "--workers", 1, *words)
+    made = linbias("run", *texts, "-o", tmp_path / "run", *words)
     assert made.exit_code == 0 and made.stderr.startswith(f"warning: run: {said}"), made.stderr
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert config["cutoffs"] == []

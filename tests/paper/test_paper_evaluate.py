@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import paper_original as original
-from linbias.lm.memory import PeakMemory
 from linbias.paper import score as scoring
 from linbias.paper.checkpoint import load
 from linbias.paper.config import PaperConfig
@@ -265,32 +264,3 @@ def test_a_foreign_file_is_not_resumed(model, tmp_path, content):
 def test_wrong_arguments_are_named(model, changes, message):
     with pytest.raises(ValueError, match=f"score: {message}"):
         score(model, **{"ids": text(20), "length": 8} | changes)
-
-
-def test_a_length_that_does_not_fit_in_memory_is_refused_before_it_starts(monkeypatch):
-    config = PaperConfig(vocab_size=VOCAB, hidden_size=64, cutoffs=(), position="t5")
-    model = PaperForCausalLM(config)
-    monkeypatch.setattr(PaperForCausalLM, "log_probs", None)  # would raise something else
-    message = r"length and batch_tokens must fit in memory, got 10000000 and 16384: .* GiB, and"
-    with pytest.raises(ValueError, match=message):
-        score(model, np.zeros(1_000_000, np.uint16), length=10_000_000)
-
-
-@pytest.mark.parametrize(
-    ("changes", "rows"),
-    [({}, 64), ({"position": "t5"}, 1), ({"position": "rotary"}, 1), ({"hidden_size": 256}, 4)],
-    ids=str,
-)
-def test_the_memory_that_is_announced_is_about_what_is_used(changes, rows):
-    small = {"vocab_size": 90, "hidden_size": 64, "intermediate_size": 256, "cutoffs": (40,)}
-    model = PaperForCausalLM(PaperConfig(num_hidden_layers=2, **small | changes)).eval()
-    width = {"t5": 2048, "rotary": 4096}.get(str(changes.get("position")), 16384 // rows)
-    ids = torch.zeros(rows, width, dtype=torch.long)
-    with torch.inference_mode():
-        model.log_probs(ids[:, :8], ids[:, :8])
-        with PeakMemory("cpu") as before:
-            pass
-        with PeakMemory("cpu") as memory:
-            model.log_probs(ids, ids)
-    used = memory.peak_bytes - before.peak_bytes
-    assert used < 1.5 * scoring._pass_bytes(model, rows, width, width) + 2**26

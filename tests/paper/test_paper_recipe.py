@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from linbias.data.segments import InShards
 from linbias.paper.blocks import Batches, batch_order, block_tokens, blocks
 from linbias.paper.config import PaperConfig
 from linbias.paper.recipe import PRESETS, Recipe
@@ -90,13 +91,13 @@ def test_first_training_row_reads_the_original_s_ids():
     golden = json.loads((ORIGINAL / "train" / "batch_order_A.json").read_text())
     _, ids = read_data(ORIGINAL / "data" / "wikitext-2", "train")
     number = golden["first_10_batches_epoch1"][0][0]
-    start, stop = blocks(len(ids.tokens), 64)[number]
-    inputs, _ = block_tokens(ids.tokens, start, stop)
+    start, stop = blocks(len(ids), 64)[number]
+    inputs, _ = block_tokens(ids, start, stop)
     assert inputs.tolist() == golden["first_batch_first_row_input_ids"]
 
 
-@pytest.mark.parametrize("pieces", [2, 3, 7])
-def test_pieces_of_batches_make_the_batches(pieces):
+@pytest.mark.parametrize("shards", [2, 3, 7])
+def test_shards_of_batches_make_the_batches(shards):
     """Also of the short block and of the empty batch, which are narrower than seven."""
     ids = np.arange(4, 27, dtype=np.uint16)
 
@@ -104,17 +105,18 @@ def test_pieces_of_batches_make_the_batches(pieces):
         return batch_order(len(ids), 5, 10, seed=1, epoch=number)
 
     whole = Batches(ids, 5, order, per_step=2, steps=4)
-    cut = Batches(ids, 5, order, per_step=2, steps=4, pieces=pieces)
-    assert len(cut) == pieces * len(whole) and cut.num_tokens() == whole.num_tokens()
+    cut = InShards(Batches(ids, 5, order, per_step=2, steps=4, least_width=shards), shards, 1)
+    assert len(cut) == shards * len(whole)
     for number in range(len(whole)):
-        parts = [cut[pieces * number + piece] for piece in range(pieces)]
-        count = whole[number]["num_items_in_batch"]
-        assert [part["num_items_in_batch"] for part in parts] == [count] * pieces
+        parts = [cut.__getitems__([shards * number + shard]) for shard in range(shards)]
+        batch = whole.__getitems__([number])
+        count = batch["num_items_in_batch"]
+        assert [part["num_items_in_batch"] for part in parts] == [count] * shards
         for name, padding in {"input_ids": 1, "targets": -100}.items():
-            joined, expected = torch.cat([part[name] for part in parts], 1), whole[number][name]
+            joined = torch.cat([part[name] for part in parts], 1)
             assert all(part[name].shape[1] for part in parts)
-            more = joined.shape[1] - expected.shape[1]
-            padded = torch.nn.functional.pad(expected, (0, more), value=padding)
+            more = joined.shape[1] - batch[name].shape[1]
+            padded = torch.nn.functional.pad(batch[name], (0, more), value=padding)
             assert torch.equal(joined, padded)
 
 

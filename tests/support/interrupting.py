@@ -15,43 +15,8 @@ import torch
 from transformers import TrainerCallback, modeling_utils
 
 
-class Kill(TrainerCallback):
-    """Kills its process, as `kill -9` would, at one event of one step."""
-
-    def __init__(self, event: str, step: int) -> None:
-        self.step = step
-        setattr(self, event, self.kill_at_step)
-
-    def kill_at_step(self, args, state, *_, **__) -> None:
-        if state.global_step == self.step:
-            die()
-
-
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def callbacks_that_kill(event: str, step: int) -> list[TrainerCallback]:
-    """Makes this process die at an event of the Trainer, "while saving" or "while moving"."""
-    torch_save, os_replace = torch.save, os.replace
-
-    def save_and_die(content: object, path: str) -> None:
-        if path.endswith(f"checkpoint-{step}/scheduler.pt"):
-            die()  # the model and the optimizer are written, the rest is not
-        torch_save(content, path)
-
-    def replace_and_die(source: Path, target: Path) -> None:
-        os_replace(source, target)
-        if Path(target).name == "model.safetensors":
-            die()
-
-    if event == "while saving":
-        torch.save = save_and_die
-    elif event == "while moving":
-        os.replace = replace_and_die
-    else:
-        return [Kill(event, step)]
-    return []
 
 
 def killed_processes(
@@ -115,9 +80,9 @@ class StopAt(TrainerCallback):
             raise Stop
 
 
-def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs a script in two processes that talk over the loopback device."""
-    options = "--nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0"
+def torchrun(*arguments: object, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    """Runs a script in several processes that talk over the loopback device."""
+    options = f"--nproc-per-node={processes} --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0"
     command = [sys.executable, "-m", "torch.distributed.run", *options.split()]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),

@@ -1,7 +1,4 @@
-"""Files that are whole or not there at all, and logs that grow line by line.
-
-Only the standard library is imported: processes that read text use this module as well.
-"""
+"""Files that are whole or not there at all, and logs that grow line by line."""
 
 import hashlib
 import json

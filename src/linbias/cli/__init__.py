@@ -25,7 +25,7 @@ for name, panel, command in (
     ("train", "Models", models.train),
     ("evaluate", "Models", models.evaluate),
     ("generate", "Models", models.generate),
-    ("windows", "Models", streams.windows),
+    ("reach", "Models", streams.reach),
     ("convert", "Models", models.convert),
 ):
     app.command(name, rich_help_panel=panel)(command)

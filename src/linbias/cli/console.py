@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from linbias._run.progress import Advance, progress_bar
 from linbias.cli.tables import NumberTable
@@ -22,7 +21,6 @@ from linbias.cli.tables import NumberTable
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
-_GONE = {"embed": "linbias.models.embed does it, examples/embed_many.py for a corpus"}
 _RESUMABLE = ("train", "extrapolate", "run")
 
 # Arguments of commands, and what the functions behind them call the same in their errors.
@@ -45,21 +43,8 @@ _READERS = {
 }
 
 
-class _Command(TyperCommand):
-    def get_params(self, context: Any) -> Any:
-        return _with_plain_types(super().get_params(context))
-
-
 class _Commands(TyperGroup):
     """Commands that end an error with one line and status 2, and Ctrl-C with status 130."""
-
-    def get_params(self, context: Any) -> Any:
-        return _with_plain_types(super().get_params(context))
-
-    def resolve_command(self, context: Any, args: list[str]) -> Any:
-        if self.get_command(context, args[0]) is None and args[0] in _GONE:
-            context.fail(f"There is no command '{args[0]}': {_GONE[args[0]]}.")
-        return super().resolve_command(context, args)
 
     def invoke(self, context: Any) -> Any:
         def as_typed(line: object) -> str:
@@ -84,22 +69,6 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as interrupt:
             err.print(f"\nStopped.{_advice(context.invoked_subcommand, interrupt)}")
             raise typer.Exit(130) from interrupt
-
-
-def _with_plain_types(parameters: Any) -> Any:
-    """Parameters of which the help says TEXT, INTEGER, FLOAT or PATH, and nothing of a flag."""
-    for parameter in parameters:
-        if parameter.param_type_name == "argument" and parameter.metavar is None:
-            parameter.metavar = parameter.name.upper()
-        parameter.display_type = partial(_type_in_words, parameter)
-    return parameters
-
-
-def _type_in_words(parameter: Any, _: Any) -> str:
-    """What the help says of a value, where typer writes `<list[Path]>`."""
-    words = {"bool": "", "int": "INTEGER", "float": "FLOAT", "Path": "PATH"}
-    kind = re.sub(r"list\[(\w+)\]", r"\1", parameter.bare_type())
-    return words.get(kind, "TEXT")
 
 
 def _advice(command: str | None, interrupt: KeyboardInterrupt) -> str:
@@ -135,14 +104,9 @@ def _as_typed(line: str, command: Any) -> str:
     return f"{typed.get(_READERS.get(caller, ''), command.name)}: {rest}"
 
 
-class _Group(typer.Typer):
-    def command(self, *arguments: Any, **options: Any) -> Any:
-        return super().command(*arguments, **{"cls": _Command, **options})
-
-
 def new_group() -> typer.Typer:
     """A group of commands with the settings that all groups share."""
-    return _Group(
+    return typer.Typer(
         cls=_Commands,
         no_args_is_help=True,
         add_completion=False,
@@ -203,6 +167,15 @@ def evaluation_table(
             cells.insert(1, slopes[number])
         table.add_row(*cells, f"{result.peak_memory_bytes / 2**20:,.0f} MiB")
     return table
+
+
+def training_in_words(metrics: Any) -> str:
+    """What a training took, but for its losses."""
+    return (
+        f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.steps:,} steps, "
+        f"{metrics.tokens / 1e6:.2f} M tokens in {metrics.seconds:.0f} s "
+        f"({metrics.tokens_per_second:,.0f} tokens/s)"
+    )
 
 
 def is_first_process() -> bool:

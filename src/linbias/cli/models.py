@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from linbias.cli import options, presets
+from linbias.cli import options
 from linbias.cli.console import (
     bar,
     evaluation_table,
@@ -16,6 +16,7 @@ from linbias.cli.console import (
     out,
     print_json,
     print_path,
+    training_in_words,
 )
 from linbias.cli.options import option
 from linbias.cli.streams import evaluate_stream, generate_stream
@@ -39,7 +40,6 @@ _ENDLESS = "Write in constant memory: without an end, unless -n is given. Ctrl-C
 @options.with_training_fields()
 def train(
     output: options.RunFolder = Path("output/train"),
-    preset: options.Experiment = None,
     task: options.Task = "causal",
     init: options.Init = None,
     position: options.PositionOrKept = None,
@@ -49,8 +49,6 @@ def train(
     vocab_size: options.VocabSizeOrKept = None,
     max_bytes: options.MaxBytes = None,
     length: options.LengthOrKept = None,
-    validate_lengths: options.ValidateLengths = None,
-    prompt: options.ContinuedPrompt = None,
     fsdp: options.Fsdp = False,
     context_parallel: options.Shards = 1,
     quiet: options.Quiet = False,
@@ -61,14 +59,12 @@ def train(
 
     The same command continues an interrupted run; more steps extend a run.
     The loss as it went is in history.jsonl, in the run's folder.
-    --preset annotated is the experiment of the annotated implementation.
 
     \b
     [dim]linbias train --seconds 100[/]
     [dim]linbias train --corpus wikitext-103 --tokenizer bpe --steps 20000 -o output/wiki[/]
     [dim]linbias train --init output/wiki --corpus book.txt --length 512 -o output/book[/]
     [dim]linbias train --task masked --position symmetric --length 64 -o output/masked[/]
-    [dim]linbias train --preset annotated --corpus shakespeare.txt -o output/annotated[/]
     [dim]linbias train --task seq2seq --length 64 -o output/spans[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --batch-size 1 --context-parallel 2[/]
@@ -79,24 +75,21 @@ def train(
     given = {
         **training,
         "task": task,
-        "prompt": prompt,
         "fsdp": {} if fsdp else None,
         "context_parallel": context_parallel,
-        "validate_lengths": options.parse_numbers("--validate-lengths", validate_lengths) or (),
     }
     if init is not None:
-        options.refuse(
-            {"--preset": preset, "--tokenizer": tokenizer, "--vocab-size": vocab_size},
-            "--init, whose tokenizer stays",
-        )
-    settings = _settings(given, preset, init, length, position, options.parse_fields(fields))
-    kind = options.given_or(tokenizer, "bytes")
-    if is_first_process() and not quiet:
-        presets.show(preset, {"corpus": corpus, "tokenizer": kind}, settings)
+        kept = {"--tokenizer": tokenizer, "--vocab-size": vocab_size}
+        options.refuse(kept, "--init, whose tokenizer stays")
+    settings = _settings(given, init, length, position, options.parse_fields(fields))
     from linbias.lm import train as run  # loads torch: the settings are known to be good
 
-    vocab_size = options.given_or(vocab_size, 4096)
-    text = load_corpus(corpus, tokenizer=kind, vocab_size=vocab_size, max_bytes=max_bytes)
+    text = load_corpus(
+        corpus,
+        tokenizer=options.given_or(tokenizer, "bytes"),
+        vocab_size=options.given_or(vocab_size, 4096),
+        max_bytes=max_bytes,
+    )
     if init is not None:
         from linbias.lm.initial import with_tokenizer_of
 
@@ -111,28 +104,21 @@ def train(
         per_byte = 1 if task in _TOKEN else len(getattr(text, split)) / text.num_bytes[split]
         return f"{nats / math.log(2.0) * per_byte:.3f}"
 
-    validated = metrics.validation_loss
-    out.print(
-        f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.tokens / 1e6:.2f} M tokens "
-        f"in {metrics.seconds:.0f} s ({metrics.tokens_per_second:,.0f} tokens/s); "
-        f"loss {bits(metrics.loss, 'train')} bits per {_TOKEN.get(task, 'byte')}"
-        + ("" if validated is None else f", {bits(validated, 'valid')} on the validation split"),
-        soft_wrap=True,
-    )
+    words = f"loss {bits(metrics.loss, 'train')} bits per {_TOKEN.get(task, 'byte')}"
+    if metrics.validation_loss is not None:
+        words = f"{words}, {bits(metrics.validation_loss, 'valid')} on the validation split"
+    out.print(f"{training_in_words(metrics)}; {words}", soft_wrap=True)
     print_path("model in", output)
 
 
 def _settings(
     given: dict[str, Any],
-    preset: str | None,
     init: Path | None,
     length: int | None,
     position: str | None,
-    fields: dict[str, Any],
+    model: dict[str, Any],
 ) -> TrainSettings:
-    """The settings: those of a preset, the given options, and what follows from --init."""
-    chosen = presets.named(preset)
-    model = {**chosen.model, **fields}
+    """The settings: the given options, and what follows from --init."""
     method, default = ("position", "alibi") if given["task"] == "causal" else _ENCODER
     if init is None:
         position, trained = options.given_or(position, default), TrainSettings.length
@@ -141,14 +127,13 @@ def _settings(
 
         trained = config_of(str(init)).train_length
     if position is not None:
-        model[method] = position
-    own = {
-        **options.with_budget(given, chosen.budget or {"steps": 1000}),
-        "model": model,
-        "length": options.given_or(length, trained),
-        "init": None if init is None else str(init),
-    }
-    return TrainSettings(**{**chosen.training, **own})
+        model = {**model, method: position}
+    return TrainSettings(
+        **options.with_budget(given, steps=1000),
+        model=model,
+        length=options.given_or(length, trained),
+        init=None if init is None else str(init),
+    )
 
 
 def evaluate(
@@ -157,7 +142,6 @@ def evaluate(
         str | None, option("Tokens read at a time; several as 128,256,512. Default: as trained.")
     ] = None,
     stride: options.Stride = None,
-    fuse: Annotated[bool, option("", "--fuse", hidden=True)] = False,
     no_fuse: Annotated[bool, option(_NO_FUSE, "--no-fuse")] = False,
     slope_scale: Annotated[str | None, option(_SLOPE_SCALE)] = None,
     train_length: Annotated[int | None, option(_TRAIN_LENGTH)] = None,
@@ -213,7 +197,7 @@ def evaluate(
         lengths=lengths,
         slope_scales=scales,
         train_length=train_length,
-        fused=fuse or not no_fuse,
+        fused=not no_fuse,
         context_parallel=context_parallel,
         max_bytes=max_bytes,
         device=device,

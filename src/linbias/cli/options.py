@@ -13,7 +13,6 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from linbias.cli import presets
 from linbias.lm.settings import TrainSettings
 from linbias.methods import DECODER, ENCODER, methods_of
 
@@ -86,18 +85,6 @@ TokenizerOrKept = Annotated[str | None, text_option(f"{_TOKENIZERS} Default: byt
 VocabSizeOrKept = Annotated[int | None, text_option("Tokens of 'bpe'. Default: 4096.")]
 Methods = Annotated[str, option(f"Any of {_DECODER}.")]
 
-# Whole experiments
-_EXPERIMENTS = " ".join(f"'{name}' sets {presets.all_in_words(name)}." for name in presets.PRESETS)
-Experiment = Annotated[
-    str | None,
-    option(
-        f"Set a whole experiment; options that are given win. {_EXPERIMENTS}",
-        "--preset",
-        callback=presets.apply,
-        is_eager=True,
-    ),
-]
-
 # Training
 Task = Annotated[
     str,
@@ -108,14 +95,6 @@ Task = Annotated[
 ]
 LengthOrKept = Annotated[
     int | None, training_option("Tokens per sequence. Default: 128, or as --init was trained.")
-]
-ValidateLengths = Annotated[
-    str | None,
-    training_option("Validate at these lengths as well, such as 80,128, with more numbers."),
-]
-ContinuedPrompt = Annotated[
-    str | None,
-    training_option("Continue this text after each validation, by 25 tokens.", "--prompt", "-p"),
 ]
 _SHARDS = "Processes that read each sequence together, a shard each (torchrun)."
 Shards = Annotated[int, training_option(_SHARDS, "--context-parallel")]
@@ -166,10 +145,10 @@ def with_fields(record: type, words: dict[str, str], defaults: dict[str, Any]) -
     return with_options
 
 
-def with_budget(training: dict[str, Any], default: dict[str, float | None]) -> dict[str, Any]:
-    """The fields of `TrainSettings`, with `default` as their budget where none is given."""
+def with_budget(training: dict[str, Any], steps: int | None) -> dict[str, Any]:
+    """The fields of `TrainSettings`, with so many steps as their budget where none is given."""
     is_given = any(training[name] is not None for name in ("steps", "tokens", "seconds", "epochs"))
-    return training if is_given else {**training, **default}
+    return training if is_given else {**training, "steps": steps}
 
 
 def given_or(value: T | None, default: T) -> T:

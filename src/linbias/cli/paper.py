@@ -1,6 +1,5 @@
 """The commands `linbias paper ...`: the paper's path, from token files to perplexity."""
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,22 +9,20 @@ import typer
 from linbias.cli import options
 from linbias.cli.console import (
     bar,
-    err,
     evaluation_table,
     is_first_process,
     new_group,
     out,
     print_json,
     print_path,
+    training_in_words,
 )
 from linbias.cli.options import model_option, option, text_option, training_option
 from linbias.data import SPLITS
 from linbias.methods import PAPER, methods_of
 from linbias.paper.recipe import OPTIONS, PRESETS, Recipe, recipe_from_preset
 
-ALL_CORES = os.cpu_count() or 1
 Data = Annotated[Path, typer.Argument(help="Folder that [bold]prepare[/] or the original made.")]
-Workers = Annotated[int, text_option("Processes that read text.")]
 Preset = Annotated[str, training_option(f"One of {', '.join(PRESETS)}.")]
 Position = Annotated[str, model_option(f"One of {', '.join(methods_of(PAPER))}.")]
 CheckpointPosition = Annotated[
@@ -61,7 +58,6 @@ def prepare(
     dictionary: Annotated[
         Path | None, text_option("A dict.txt to use. Default: count the words.", "--dict")
     ] = None,
-    workers: Workers = ALL_CORES,
     nwords: Annotated[int, text_option("Size of the dictionary; -1: all words.")] = -1,
     threshold: Annotated[int, text_option("Leave out words that are rarer.")] = -1,
     quiet: options.Quiet = False,
@@ -84,7 +80,6 @@ def prepare(
             dataset or texts,
             output,
             dictionary=dictionary,
-            workers=workers,
             nwords=nwords,
             threshold=threshold,
             progress=advance,
@@ -101,7 +96,7 @@ def prepare(
 
 _WORDS = {
     name: f"{help} [dim]({original})[/]" if original else help
-    for name, (help, original, _) in OPTIONS.items()
+    for name, (help, original) in OPTIONS.items()
 }
 
 
@@ -124,8 +119,7 @@ def train(
     The presets L64 to L3072 are the rows of the paper's table. A step reads
     what eight GPUs of the original read, and any number of processes may
     share that work. Options that are not given have the preset's value; the
-    original's flags stand in brackets, and [bold]linbias paper translate[/] turns
-    its commands into these.
+    original's flags stand in brackets.
 
     \b
     [dim]linbias paper train data -o wt2 --preset tiny[/]
@@ -150,29 +144,6 @@ def train(
         return print_json({"model": str(output), **metrics.to_dict()})
     _print_training(metrics)
     print_path("model in", output)
-
-
-@app.command()
-def translate(
-    command: Annotated[str, typer.Argument(help="A command of the original, in quotes.")],
-    as_json: options.Json = False,
-) -> None:
-    """Print our command for one of the original's README, and name what it leaves out.
-
-    \b
-    [dim]linbias paper translate 'fairseq-train data --max-update 286000 ...'[/]
-    [dim]linbias paper translate 'l=64; fairseq-eval-lm data --path a.pt --tokens-per-sample $l'[/]
-    """
-    from linbias.paper.translate import translate as to_ours
-
-    ours = to_ours(command)
-    if as_json:
-        shown = {"command": ours.command, "notes": ours.notes, "unknown": ours.unknown}
-        return print_json(shown)
-    out.print(ours.command, markup=False, soft_wrap=True)
-    lines = [f"note: {line}" for line in ours.notes]
-    for line in [*lines, *(f"not known here: {line}" for line in ours.unknown)]:
-        err.print(line, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -255,7 +226,6 @@ def run(
     position: Position = "alibi",
     steps: Annotated[int | None, training_option(OPTIONS["steps"][0])] = None,
     fields: options.Fields = None,
-    workers: Workers = ALL_CORES,
     batch_tokens: options.BatchTokens = 16384,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -276,7 +246,6 @@ def run(
         output,
         recipe_from_preset(preset, steps=steps, model=model, position=position),
         fit="cutoffs" not in model,
-        workers=workers,
         batch_tokens=batch_tokens,
         progress=not quiet,
     )
@@ -288,18 +257,11 @@ def run(
 
 
 def _print_training(metrics: Any) -> None:
-    validation = ""
+    words = f"{training_in_words(metrics)}; training perplexity {metrics.ppl:.2f}"
     if metrics.valid_ppl is not None:
-        validation = (
-            f", {metrics.valid_ppl:.2f} on the validation text at step {metrics.best_step:,}"
-        )
-    out.print(
-        f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.steps:,} steps, "
-        f"{metrics.tokens / 1e6:.2f} M tokens in {metrics.seconds:.0f} s "
-        f"({metrics.tokens_per_second:,.0f} tokens/s); "
-        f"training perplexity {metrics.ppl:.2f}{validation}",
-        soft_wrap=True,
-    )
+        best = f"{metrics.valid_ppl:.2f} on the validation text at step {metrics.best_step:,}"
+        words = f"{words}, {best}"
+    out.print(words, soft_wrap=True)
 
 
 def _print_scores(results: Iterable[Any]) -> None:

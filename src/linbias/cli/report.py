@@ -12,26 +12,18 @@ from linbias.methods import METHODS
 
 
 def tables(results: ExtrapolationResults) -> Iterator[Table]:
-    """The losses and validations for each training length, then the costs."""
+    """The losses for each training length, then the costs."""
     for train_length in findings.train_lengths(results.evaluations):
         yield _table(findings.loss_table(results.evaluations, train_length))
-        validated = findings.validations(results.trainings, train_length)
-        if validated is not None:
-            yield _table(validated.table(train_length))
     yield _table(findings.cost_table(results))
 
 
 def sentences(results: ExtrapolationResults) -> Iterator[Text]:
-    """What the training can show, findings, continuations, and what to keep in mind."""
+    """What the training can show, findings, and what to keep in mind."""
     if scope := findings.scope(results.trainings):
         yield Text(scope)
     for finding in findings.findings(results.evaluations):
         yield Text.assemble(_name(finding.method), f" is {finding}")
-    for train_length in findings.train_lengths(results.trainings):
-        validated = findings.validations(results.trainings, train_length)
-        for row in validated.rows if validated else ():
-            for text in row.continuations:
-                yield Text.assemble(_name(row.method), f" continues: {text!r}")
     for caution in findings.cautions(results):
         yield Text(caution, "dim")
 

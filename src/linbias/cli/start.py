@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from linbias.cli import options, presets
+from linbias.cli import options
 from linbias.cli.console import err, out, print_json, print_path
 from linbias.cli.options import option
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
@@ -237,7 +237,6 @@ def explore(
 )
 def extrapolate(
     output: options.RunFolder = Path("output/extrapolate"),
-    preset: options.Experiment = None,
     methods: options.Methods = "alibi,sinusoidal,rotary",
     train_lengths: Annotated[str, option("Tokens per training sequence.")] = "128",
     test_lengths: Annotated[
@@ -263,14 +262,11 @@ def extrapolate(
     \b
     [dim]linbias extrapolate[/]
     [dim]linbias extrapolate --methods alibi,t5,none --train-lengths 64,128 -o output/more[/]
-    [dim]linbias extrapolate --preset annotated --corpus shakespeare.txt -o output/annotated[/]
     """
     from linbias.data.corpus import find_corpus
 
     find_corpus(corpus)
-    chosen = presets.named(preset)
-    training = options.with_budget(training, chosen.budget or {"steps": _DEFAULTS.training.steps})
-    training["model"] = {**chosen.model, **options.parse_fields(fields)}
+    training = options.with_budget(training, _DEFAULTS.training.steps)
     settings = ExtrapolateSettings(
         methods=tuple(methods.split(",")),
         train_lengths=options.parse_numbers("--train-lengths", train_lengths) or (),
@@ -282,12 +278,8 @@ def extrapolate(
         max_bytes=max_bytes,
         stride=stride,
         limit_tokens=limit_tokens,
-        training=TrainSettings(**{**chosen.training, **training}),
+        training=TrainSettings(**training, model=options.parse_fields(fields)),
     )
-    if not quiet:
-        read = {"corpus": corpus, "tokenizer": tokenizer, "methods": methods}
-        read |= {"train_lengths": train_lengths, "test_lengths": test_lengths or "default"}
-        presets.show(preset, read, settings.training)
     from linbias.cli import report
     from linbias.lm import extrapolate as run  # loads torch: the settings are known to be good
 

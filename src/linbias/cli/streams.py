@@ -1,34 +1,29 @@
-"""The commands about endless streams: windows, and --stream of evaluate and generate."""
+"""The commands about endless streams: reach, and --stream of evaluate and generate."""
 
 import math
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from rich.markup import escape
 
 from linbias.cli import options
-from linbias.cli.console import bar, err, out, print_json, print_path
+from linbias.cli.console import bar, err, out, print_json
 from linbias.schedules import written
 
 _MOST_HEADS = 12  # a column each, up to here
-_PLOTS = (".svg", ".png")
 
 
-def windows(
+def reach(
     model: options.Model,
     tolerance: Annotated[
-        float, options.option("Share of a row's weight that keys beyond the window may hold.")
+        float, options.option("Share of a row's weight that keys beyond the reach may hold.")
     ] = 2.0**-24,
     corpus: Annotated[
         str | None,
         options.text_option("A text to read as well, as for evaluate: what its rows need."),
     ] = None,
     limit_tokens: options.LimitTokens = None,
-    plot: Annotated[
-        Path | None, options.option("Draw the windows into this file, such as windows.svg.")
-    ] = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
@@ -39,24 +34,20 @@ def windows(
     tokens unless --limit-tokens says otherwise.
 
     \b
-    [dim]linbias windows output/train[/]
-    [dim]linbias windows output/train --corpus book.txt --plot windows.svg[/]
-    [dim]linbias windows bigscience/bloom-560m --tolerance 1e-4[/]
+    [dim]linbias reach output/train[/]
+    [dim]linbias reach output/train --corpus book.txt[/]
+    [dim]linbias reach bigscience/bloom-560m --tolerance 1e-4[/]
     """
     if not 0 < tolerance < 1:
         raise ValueError(f"--tolerance: must be in (0, 1), got {tolerance}")
-    if plot is not None and plot.suffix not in _PLOTS:
-        raise ValueError(f"--plot: must end in {' or '.join(_PLOTS)}, got {plot}")
-    from linbias.lm.streaming import needed_windows
+    from linbias.lm.streaming import needed_reach
 
     limit_tokens = options.given_or(limit_tokens, 32_768)
     shown = partial(bar, quiet=quiet)
-    needs = needed_windows(model, tolerance, corpus, limit_tokens=limit_tokens, bar=shown)
+    needs = needed_reach(model, tolerance, corpus, limit_tokens=limit_tokens, bar=shown)
     weights, needed, kept = needs.weights, needs.needed, needs.kept
-    if plot is not None:
-        _draw(plot, needed, kept, weights)
     if as_json:
-        numbers = {"windows": needed, "lead": weights.lead, "slopes": weights.slopes}
+        numbers = {"reach": needed, "lead": weights.lead, "slopes": weights.slopes}
         lists = {
             name: [[x if math.isfinite(x) else None for x in row] for row in array.tolist()]
             for name, array in numbers.items()
@@ -70,7 +61,7 @@ def windows(
     same = (weights.slopes == weights.slopes[0]).all()
     _print_table(needed, heads if same else None, "Keys that a head can need, whatever the text")
     for layer, reason in weights.why_not.items():
-        out.print(f"Layer {layer} has no window: {reason}.")
+        out.print(f"Layer {layer} has no reach: {reason}.")
     out.print(escape(_in_words(needed, tolerance)), soft_wrap=True)
     if kept is None:
         return
@@ -86,12 +77,10 @@ def windows(
         f"{kept.size * needs.num_tokens:,}.",
         soft_wrap=True,
     )
-    if plot is not None:
-        print_path("plot:", plot)
 
 
 def _print_table(keys: Any, heads: list[str] | None, title: str) -> None:
-    """A row per layer: its heads or, of many, the smallest, middle and largest window."""
+    """A row per layer: its heads or, of many, the smallest, middle and largest reach."""
     from linbias.cli.tables import NumberTable
 
     columns = keys
@@ -109,31 +98,16 @@ def _keys(count: float) -> str:
 
 
 def _in_words(kept: Any, tolerance: float) -> str:
-    """What the windows together mean."""
+    """What the reach of all heads together means."""
     if not np.isfinite(kept).all():
         number = f"{np.isfinite(kept).sum():,} of {kept.size:,}"
-        return f"{number} heads have a window; the others need all keys."
+        return f"{number} heads have a reach; the others need all keys."
     total = kept.sum()
     return (
         f"{total:,.0f} keys over {kept.size} heads: a cache of all keys is larger from "
-        f"{total / kept.size:,.0f} tokens on. Keys beyond a window hold at most "
+        f"{total / kept.size:,.0f} tokens on. Keys beyond the reach hold at most "
         f"{tolerance:.2g} of any row's weight, for every text."
     )
-
-
-def _draw(path: Path, needed: Any, kept: Any, weights: Any) -> None:
-    """The windows of all heads, as a PNG or SVG file."""
-    from linbias._run.files import write_whole
-    from linbias.lm.report import figures
-
-    slopes = weights.slopes
-    sharing = needed.shape[1] // weights.key_heads[0]
-    of_keys = slopes.reshape(*slopes.shape[:-1], -1, sharing).min(-1)
-    figure = figures.windows(slopes, needed, of_keys, kept)
-    if path.suffix == ".png":
-        return write_whole(path, figures.png(figure))
-    words = "Keys that each head can need by its slope"
-    write_whole(path, figures.svg_file(figure, words).encode())
 
 
 def evaluate_stream(
@@ -169,7 +143,7 @@ def _print_result(model: str, corpus: str, result: Any, num_bytes: int, as_json:
     if as_json:
         shared = {"model": model, "corpus": corpus, "num_bytes": num_bytes, "bits_per_byte": bits}
         return print_json({**shared, **result.to_dict()})
-    keys = sum(sum(layer) for layer in result.windows)
+    keys = sum(sum(layer) for layer in result.reach)
     name = "standard input" if corpus == "-" else corpus
     dropped = f"{result.largest_dropped:.1g} of"
     certified = (

@@ -12,14 +12,11 @@ import json
 import os
 import re
 import sysconfig
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from linbias._run.hub import answers
 from linbias.data import SPLITS
@@ -102,7 +99,6 @@ def load_corpus(
     column: str = "text",
     stream: bool = False,
     max_bytes: int | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
 ) -> Corpus:
     """Reads a text, splits it into train, valid and test, and tokenises it.
 
@@ -123,8 +119,6 @@ def load_corpus(
         column: The column of a data set that holds the text.
         stream: Read a data set over the network without storing it; for use with `max_bytes`.
         max_bytes: At most this many bytes of UTF-8 per split; None means all.
-        cache_dir: Folder for downloaded data sets and for ids of "bpe". None: the default of the
-            `datasets` library, and ids are not kept.
 
     Raises:
         ValueError: No such corpus; a folder without files; a file is binary (holds a NUL, or is
@@ -151,7 +145,7 @@ def load_corpus(
         source = f"{num_files} file{'s' * (num_files > 1)} of {name}"
         location = str((paths[0] if Path(name).expanduser() == paths[0] else root).resolve())
     elif _is_data_set(name):
-        splits = _data_set_splits(name, column, stream, max_bytes, cache_dir)
+        splits = _data_set_splits(name, column, stream, max_bytes)
         location = TEXTS.get(name, name)
         source = f"Hugging Face data set {location}"
     else:
@@ -162,12 +156,12 @@ def load_corpus(
         raise ValueError(
             f"load_corpus: name must hold text for three splits, got {total} bytes in {name}"
         )
-    digest, token_maker, ids = _tokenise(texts, tokenizer, vocab_size, cache_dir)
+    digest, token_maker = _tokenizer(texts, tokenizer, vocab_size)
     return Corpus(
         name=name,
         source=source,
         tokenizer=token_maker,
-        **ids,
+        **{split: token_maker.encode(texts[split]) for split in SPLITS},
         num_bytes={split: len(text) for split, text in texts.items()},
         fingerprint=digest,
         location=location,
@@ -185,7 +179,7 @@ def find_corpus(name: str) -> None:
     if not _is_data_set(name):
         raise _no_such_corpus(name)
     if not answers():  # else it shows when it is fetched
-        _open(name, stream=True, cache_dir=None, reachable=False)
+        _open(name, stream=True, reachable=False)
 
 
 def read_file(path: Path, *, max_bytes: int | None = None) -> bytes:
@@ -206,7 +200,7 @@ def _stdlib_files() -> dict[str, bytes]:
         raise ValueError(
             f"load_corpus: stdlib must have its .py files, got {len(files)} in {folder}"
         )
-    return {path: text for path, text in files.items() if _why_binary(text) is None}
+    return {path: text for path, text in files.items() if why_binary(text) is None}
 
 
 def matching_files(name: str, caller: str = "load_corpus") -> list[Path]:
@@ -240,20 +234,21 @@ def _root(name: str) -> Path:
 
 def _read_text(path: Path) -> bytes:
     text = path.read_bytes()
-    if reason := _why_binary(text):
+    if reason := why_binary(text):
         raise ValueError(f"load_corpus: files must be UTF-8 text, got {reason} in {path}")
     if not text:
         raise ValueError(f"load_corpus: files must not be empty, got {path}")
     return text
 
 
-def _why_binary(text: bytes) -> str | None:
+def why_binary(text: bytes, start: int = 0) -> str | None:
+    """Why bytes are no text, with the place, which counts from a start; None for a text."""
     if (offset := text.find(0)) >= 0:
-        return f"a NUL at byte {offset}"
+        return f"a NUL at byte {start + offset}"
     try:
         text.decode()
     except UnicodeDecodeError as error:
-        return f"a byte that is not UTF-8 at byte {error.start}"
+        return f"a byte that is not UTF-8 at byte {start + error.start}"
     return None
 
 
@@ -287,18 +282,16 @@ def _split_files(files: dict[str, bytes]) -> _Splits:
 
 def _cut_into_splits(text: bytes) -> _Splits:
     """Cuts one text into a first part to train on and two shorter ones that follow it."""
-    first, second = (
-        _before_character(text, round(len(text) * (1 - k * HELD_OUT))) for k in (2, 1)
-    )
+    first, second = (before_character(text, round(len(text) * (1 - k * HELD_OUT))) for k in (2, 1))
     members = {"train": [0, first], "valid": [first, second], "test": [second, len(text)]}
     return _Splits({split: text[slice(*members[split])] for split in SPLITS}, members)
 
 
 def _clip(text: bytes, max_bytes: int | None) -> bytes:
-    return text if max_bytes is None else text[: _before_character(text, max_bytes)]
+    return text if max_bytes is None else text[: before_character(text, max_bytes)]
 
 
-def _before_character(text: bytes, end: int) -> int:
+def before_character(text: bytes, end: int) -> int:
     """The last byte offset at or before `end` that does not divide a UTF-8 character."""
     while 0 < end < len(text) and text[end] & 0xC0 == 0x80:
         end -= 1
@@ -309,14 +302,8 @@ def _join(documents: Iterable[bytes]) -> bytes:
     return b"".join(text if text.endswith(b"\n") else text + b"\n" for text in documents)
 
 
-def _data_set_splits(
-    name: str,
-    column: str,
-    stream: bool,
-    max_bytes: int | None,
-    cache_dir: str | os.PathLike[str] | None,
-) -> _Splits:
-    rows = _open(name, stream, cache_dir)
+def _data_set_splits(name: str, column: str, stream: bool, max_bytes: int | None) -> _Splits:
+    rows = _open(name, stream)
     if not all(split in rows for split in SPLITS):
         return _cut_into_splits(
             _column_text(rows.get("train") or next(iter(rows.values())), column, max_bytes)
@@ -332,15 +319,10 @@ def _is_data_set(name: str) -> bool:
     return bool(_DATA_SET_ID.fullmatch(name)) and Path(name).suffix not in _TEXT_SUFFIXES
 
 
-def _open(
-    name: str,
-    stream: bool,
-    cache_dir: str | os.PathLike[str] | None,
-    reachable: bool | None = None,
-) -> dict[str, Any]:
+def _open(name: str, stream: bool, reachable: bool | None = None) -> dict[str, Any]:
     id = TEXTS.get(name, name)
     try:
-        return open_data_set(id, stream=stream, cache_dir=cache_dir, reachable=reachable)
+        return open_data_set(id, stream=stream, reachable=reachable)
     except ValueError as error:
         raise _no_such_corpus(name, " that can be reached", f" ({error})") from error
 
@@ -368,43 +350,15 @@ def _column_text(rows: Any, column: str, max_bytes: int | None) -> bytes:
     return b"".join(parts)
 
 
-def _tokenise(
-    texts: dict[str, bytes], kind: str, vocab_size: int, cache_dir: str | os.PathLike[str] | None
-) -> tuple[str, Tokenizer, dict[str, TokenIds]]:
-    """A fingerprint of the texts and the tokenizer, the tokenizer, and the ids of each split."""
+def _tokenizer(texts: dict[str, bytes], kind: str, vocab_size: int) -> tuple[str, Tokenizer]:
+    """A fingerprint of the texts and the tokenizer, and the tokenizer."""
     digest = hashlib.sha256(json.dumps([kind, vocab_size if kind == "bpe" else 256]).encode())
     for split in SPLITS:
         digest.update(hashlib.sha256(texts[split]).digest())
-    fingerprint = digest.hexdigest()
     if kind == "bpe":
-        folder = None if cache_dir is None else Path(cache_dir, f"bpe-{fingerprint[:16]}")
-        return fingerprint, *_byte_pairs(texts, vocab_size, folder)
-    if kind == "bytes":
+        made = train_bpe(texts["train"], vocab_size)
+    elif kind == "bytes":
         made = byte_tokenizer()
     else:
         made = character_tokenizer(c for text in texts.values() for c in set(text.decode()))
-    return fingerprint, made, {split: made.encode(texts[split]) for split in SPLITS}
-
-
-def _byte_pairs(
-    texts: dict[str, bytes], vocab_size: int, folder: Path | None
-) -> tuple[Tokenizer, dict[str, TokenIds]]:
-    """A trained tokenizer and its ids; those of a folder, which is there whole, once it is."""
-    if folder is None or not folder.is_dir():
-        tokenizer = train_bpe(texts["train"], vocab_size)
-        ids = {split: tokenizer.encode(texts[split]) for split in SPLITS}
-        if folder is None:
-            return tokenizer, ids
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
-            tokenizer.save(partial)
-            for split in SPLITS:
-                np.save(Path(partial, f"{split}.npy"), ids[split], allow_pickle=False)
-            try:
-                os.replace(partial, folder)
-            except OSError:  # another process was first, with the same content
-                if not folder.is_dir():
-                    raise
-    paths = {split: folder / f"{split}.npy" for split in SPLITS}
-    ids = {split: np.load(paths[split], mmap_mode="r", allow_pickle=False) for split in SPLITS}
-    return Tokenizer.load(folder), ids
+    return digest.hexdigest(), made

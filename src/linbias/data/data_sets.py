@@ -1,6 +1,5 @@
 """The text data sets of the Hugging Face Hub, by splits named as everywhere here."""
 
-import os
 from typing import Any
 
 from linbias._run.hub import answers
@@ -16,25 +15,16 @@ TEXTS = {**WIKITEXT, "tiny-shakespeare": "karpathy/tiny_shakespeare"}
 WIKITEXT_WORDS = {name: id.replace("-raw", "") for name, id in WIKITEXT.items()}
 
 
-def open_data_set(
-    id: str,
-    *,
-    stream: bool,
-    cache_dir: str | os.PathLike[str] | None = None,
-    reachable: bool | None = None,
-) -> dict[str, Any]:
+def open_data_set(id: str, *, stream: bool, reachable: bool | None = None) -> dict[str, Any]:
     """Opens "owner/name" or "owner/name:configuration": its rows by split; `stream` keeps none."""
     import datasets  # takes a second to import, and most texts do without
 
     path, _, configuration = id.partition(":")
-    folder = None if cache_dir is None else str(cache_dir)
     reachable = answers() if reachable is None else reachable
     try:
         if not reachable:  # else the library would look for it in vain for half a minute
-            datasets.load.CachedDatasetModuleFactory(path, cache_dir=folder).get_module()
-        data = datasets.load_dataset(
-            path, configuration or None, streaming=stream, cache_dir=folder
-        )
+            datasets.load.CachedDatasetModuleFactory(path).get_module()
+        data = datasets.load_dataset(path, configuration or None, streaming=stream)
     except (OSError, ValueError) as error:
         if reachable:
             raise ValueError(str(error)) from error

@@ -57,24 +57,26 @@ class HidingSegments(Segments):
         self.tokens = tokens
 
 
-class InShards(Dataset[dict[str, Tensor]]):
-    """Segments for processes of which each `shards` in a row read one sequence together: batch j
-    of the data loaders is shard j % shards of batch j // shards.
+class InShards(Dataset[dict[str, Any]]):
+    """A data set for processes of which each `shards` in a row read one sequence together: batch j
+    of the data loaders is shard j % shards, along the tokens, of batch j // shards.
     """
 
-    def __init__(self, segments: Segments, shards: int, batch_size: int) -> None:
-        self.segments, self.shards, self.batch_size = segments, shards, batch_size
+    def __init__(self, whole: Any, shards: int, batch_size: int) -> None:
+        self.whole, self.shards, self.batch_size = whole, shards, batch_size
 
     def __len__(self) -> int:
-        return len(self.segments) * self.shards
+        return len(self.whole) * self.shards
 
-    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+    def __getitems__(self, indices: list[int]) -> dict[str, Any]:
         batches = {index // self.batch_size for index in indices}
         assert len(batches) == 1, "a data loader asks for one batch at a time"
         batch, shard = divmod(batches.pop(), self.shards)
         rows = [batch * self.batch_size + index % self.batch_size for index in indices]
-        whole = self.segments.__getitems__(rows)
-        return {name: x.tensor_split(self.shards, 1)[shard] for name, x in whole.items()}
+        return {
+            name: x.tensor_split(self.shards, 1)[shard] if isinstance(x, Tensor) else x
+            for name, x in self.whole.__getitems__(rows).items()
+        }
 
 
 @lru_cache(maxsize=2)  # a batch may end one pass and begin the next

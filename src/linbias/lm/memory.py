@@ -1,11 +1,10 @@
-"""Peak memory of a block of code, and available memory: of a GPU, or of the process."""
+"""Peak memory of a block of code, of a GPU or of the process."""
 
 import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
 
@@ -30,14 +29,6 @@ class PeakMemory:
             self.peak_bytes = int(torch.cuda.max_memory_allocated(self.device))
         else:
             self.peak_bytes = _resident_peak()
-
-
-def available_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated: on the CUDA device, or on this machine."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    return int(psutil.virtual_memory().available)
 
 
 def _resident_peak() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from linbias.methods import DECODER, methods_of
@@ -68,10 +68,6 @@ class TrainSettings(Checked):
         validate_steps: Steps between validations, on at most 32,768 tokens from the start of the
             validation split; below 1 a share of an epoch (0.1: ten times in each pass); 0 for
             none.
-        validate_lengths: Further lengths to validate at, but for those that a table of learned
-            positions does not have. Each validation then also keeps the accuracy, and the loss at
-            the first token, at `length` and at the last.
-        prompt: Text that the model continues after each validation.
         tensorboard: Also write the loss curve to `<output>/tensorboard`.
         fsdp: Transformers' `fsdp_config`, for runs under torchrun; {} takes its defaults.
         context_parallel: Processes that share each sequence (`linbias.torch.context_parallel`),
@@ -108,8 +104,6 @@ class TrainSettings(Checked):
     device: str = "auto"
     init: str | None = None
     validate_steps: float = 0
-    validate_lengths: tuple[int, ...] = ()
-    prompt: str | None = None
     tensorboard: bool = False
     fsdp: dict[str, Any] | None = None
     context_parallel: int = 1
@@ -123,12 +117,18 @@ class TrainSettings(Checked):
         each("at least 1", lambda n: n >= 1, *counts, "threads", "warmup_steps")
         each("positive", lambda n: n > 0, "seconds", "epochs", "learning_rate")
         each("in [0, 1)", lambda n: 0 <= n < 1, "warmup", "learning_rate_floor")
-        self._check_validation()
-        self._check_shards()
-        each("at least 0", lambda n: n >= 0, "weight_decay", "clip")
+        each("at least 0", lambda n: n >= 0, "weight_decay", "clip", "validate_steps")
+        whole = "a whole number or below 1"
+        each(whole, lambda n: n < 1 or n == int(n), "validate_steps")
+        length = self.length
+        each(f"from 1 to length = {length}", lambda n: 1 <= n <= length, "context_parallel")
         each(f"one of {PRECISIONS}", PRECISIONS.__contains__, "precision")
         each("'auto' or 'cpu'", DEVICES.__contains__, "device")
         each(f"one of {TASKS}", TASKS.__contains__, "task")
+        position = self.model.get("position", "alibi")
+        shardable = self.context_parallel == 1 or (self.task, position) == ("causal", "alibi")
+        rule = "1 unless task is 'causal' and the position 'alibi'"
+        self._require("context_parallel", shardable, rule, self.context_parallel)
         if self.task != "causal":
             rule = f"at least 2 for task={self.task!r}"
             self._require("length", self.length >= 2, rule, self.length)
@@ -151,35 +151,6 @@ class TrainSettings(Checked):
                         f"TrainSettings: model must be made of {family.__name__}'s fields, got "
                         f"{name!r}{_nearest(name, known)}; there are {', '.join(known)}"
                     )
-
-    def _check_validation(self) -> None:
-        steps, lengths, prompt = self.validate_steps, self.validate_lengths, self.prompt
-        self._require("validate_steps", steps >= 0, "at least 0", steps)
-        is_known = steps < 1 or steps == int(steps)
-        self._require("validate_steps", is_known, "a whole number or below 1", steps)
-        differ = len(set(lengths)) == len(lengths) and min(lengths, default=1) >= 1
-        self._require("validate_lengths", differ, "different lengths, at least 1", lengths)
-        self._require("prompt", prompt != "", "None or a text", prompt)
-        for name, value in (("validate_lengths", lengths), ("prompt", prompt)):
-            if value:
-                rule = "left out for a task other than 'causal'"
-                self._require(name, self.task == "causal", rule, value)
-                self._require(name, steps > 0, "left out without validate_steps", value)
-
-    def _check_shards(self) -> None:
-        pieces = self.context_parallel
-        fits = 1 <= pieces <= self.length
-        self._require("context_parallel", fits, f"from 1 to length = {self.length}", pieces)
-        if pieces > 1:
-            rule = "1 unless task is 'causal' and the position 'alibi'"
-            fits = self.task == "causal" and self.model.get("position", "alibi") == "alibi"
-            self._require("context_parallel", fits, rule, pieces)
-            rule = (
-                "1 with validate_lengths or prompt (linbias evaluate --context-parallel reads "
-                "long texts)"
-            )
-            plain = not self.validate_lengths and self.prompt is None
-            self._require("context_parallel", plain, rule, pieces)
 
     @property
     def budget(self) -> dict[str, float | None]:
@@ -273,8 +244,10 @@ class ExtrapolateSettings(Checked):
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> ExtrapolateSettings:
-        """The reverse of `to_dict`, also when it went through JSON."""
+        """The reverse of `to_dict`, also when it went through JSON; of the training, settings
+        that there are no more are left out.
+        """
         lists = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
-        lengths = tuple(record["training"].get("validate_lengths", ()))
-        training = TrainSettings(**{**record["training"], "validate_lengths": lengths})
+        known = {f.name for f in fields(TrainSettings)} & record["training"].keys()
+        training = TrainSettings(**{name: record["training"][name] for name in known})
         return cls(**{**record, **lists, "training": training})

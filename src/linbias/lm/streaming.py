@@ -50,7 +50,7 @@ class StreamEvaluation(Likelihood):
     tokens_per_second: float
     peak_memory_bytes: int  # of the process, or of the CUDA device
     cache_bytes: int  # at the end
-    windows: list[list[float]]  # [layers][key/value heads]: keys that each keeps, at the end
+    reach: list[list[float]]  # [layers][key/value heads]: keys that each keeps, at the end
     uncertified: int  # rows of heads that may have missed more than the tolerance
     largest_dropped: float  # most that a row may have missed, as a share of what it read
 
@@ -66,7 +66,7 @@ class StreamScorer:
         model: A causal model with linear biases, as `linbias.models.load` gives it; it is put into
             evaluation mode, and runs without gradients.
         chunk: Tokens read at once; where the vocabulary is large, fewer.
-        cache: A fresh `WindowCache` for the model; None makes one with adaptive windows.
+        cache: A fresh `WindowCache` for the model; None makes one that follows the text.
 
     Raises:
         ValueError: The model can have no such cache, chunk is below 1, or the cache holds tokens.
@@ -143,7 +143,7 @@ class StreamScorer:
             tokens_per_second=self.num_read / self._seconds,
             peak_memory_bytes=self._peak,
             cache_bytes=self.cache.num_bytes,
-            windows=self.cache.windows,
+            reach=self.cache.windows,
             uncertified=self.cache.uncertified,
             largest_dropped=self.cache.largest_dropped,
         )
@@ -188,7 +188,7 @@ def read_corpus(
 
 
 @dataclass(frozen=True)
-class NeededWindows:
+class NeededReach:
     """How many of the nearest keys each head of a model needs."""
 
     weights: Reach  # what the weights say
@@ -198,29 +198,29 @@ class NeededWindows:
     uncertified: int = 0  # rows of heads that may miss too much of it
 
 
-def needed_windows(
+def needed_reach(
     path: str,
     tolerance: float,
     corpus: str | None,
     *,
     limit_tokens: int,
     bar: Callable[[str], AbstractContextManager[Advance]],
-) -> NeededWindows:
-    """The windows that a model's weights set, and those of a cache that follows a text, if any."""
-    files, model = open_model("windows", path)
+) -> NeededReach:
+    """The reach that a model's weights set, and that of a cache that follows a text, if any."""
+    files, model = open_model("reach", path)
     weights = reach_of_weights(model)
     needed = weights.of_heads(tolerance)
     if corpus is None:
-        return NeededWindows(weights=weights, needed=needed)
+        return NeededReach(weights=weights, needed=needed)
     finest = TOLERANCES[model.dtype]
     cache = WindowCache.for_model(model, max(tolerance, finest), weights=weights)
     scorer, kept = StreamScorer(model, cache=cache), np.array(cache.windows)
     for _ in read_corpus(
-        scorer, files, corpus, caller="windows", limit_tokens=limit_tokens, bar=bar
+        scorer, files, corpus, caller="reach", limit_tokens=limit_tokens, bar=bar
     ):
         kept = np.maximum(kept, cache.windows)
     scorer.result()  # refuses a text that is too short
-    return NeededWindows(
+    return NeededReach(
         weights=weights,
         needed=needed,
         kept=kept,

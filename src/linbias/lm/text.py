@@ -1,7 +1,6 @@
 """The text that a model is scored on: a file by its name, whole, or a split of a corpus."""
 
 import warnings
-from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from linbias._run.files import read_json
 from linbias.data import SPLITS
-from linbias.data.corpus import load_corpus, read_file
+from linbias.data.corpus import before_character, load_corpus, read_file, why_binary
 from linbias.models.loading import Files, encode, encoder
 
 
@@ -77,31 +76,21 @@ def stream_text(
     model: str | Path | Files, file: BinaryIO, name: str
 ) -> Iterator[tuple[NDArray[np.integer[Any]], int]]:
     """The tokens of a text of any length, some lines at a time, with their bytes."""
-    encode, decoder = encoder(model), getincrementaldecoder("utf-8")()
-    num_read, pending = 0, ""
-    rule = "stream_text: text must be UTF-8"
+    encode, pending, start = encoder(model), b"", 0
     while True:
         block = file.read(_BLOCK)
-        if (at := block.find(0)) >= 0:
-            raise ValueError(f"{rule}, got a NUL at byte {num_read + at:,} of {name}")
-        unfinished = len(decoder.getstate()[0])
-        try:
-            pending += decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            at = num_read - unfinished + error.start
-            what = (
-                f"another byte at {at:,}" if block else f"an end inside a character at byte {at:,}"
-            )
-            raise ValueError(f"{rule}, got {what} of {name}") from error
-        num_read += len(block)
-        cut = len(pending) if not block else pending.rfind("\n") + 1
+        pending += block
+        cut = pending.rfind(b"\n") + 1 if block else len(pending)
         if cut == 0 and len(pending) >= _LONG_LINE:
-            cut = len(pending)
-        if cut:
-            piece, pending = pending[:cut].encode(), pending[cut:]
-            yield encode(piece), len(piece)
+            cut = before_character(pending, len(pending) - 3)
+        part, pending = pending[:cut], pending[cut:]
+        if reason := why_binary(part, start):
+            raise ValueError(f"stream_text: text must be UTF-8, got {reason} of {name}")
+        if part:
+            yield encode(part), len(part)
         if not block:
             return
+        start += cut
 
 
 def _warn_of_trained_text(model: Path, here: Path, splits: dict[str, str] | None = None) -> None:

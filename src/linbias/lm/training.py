@@ -23,7 +23,6 @@ from torch.nn.functional import cross_entropy
 from transformers import PrinterCallback, TrainerCallback, TrainerState, set_seed
 from transformers.integrations import TensorBoardCallback
 from transformers.modeling_outputs import CausalLMOutput
-from transformers.trainer_utils import EvalLoopOutput
 
 from linbias._run.files import Record, write_json
 from linbias._run.folders import open_run_folder
@@ -41,15 +40,17 @@ from linbias.data.tokenizers import TokenIds
 from linbias.lm.initial import initial_config, initial_model, weights_of
 from linbias.lm.loop import Run, RunTrainer, TrainingMetrics
 from linbias.lm.settings import TrainSettings
-from linbias.lm.validate import MAX_TOKENS, Validation, Validations, record
 from linbias.lm.watch import FollowSchedule, ProgressBar, StopWatch
 
 # With a time budget, the steps follow from the time that this many steps of a throw-away model
 # take. The first ones are not timed.
 _WARM_STEPS, _TIMED_STEPS = 2, 8
 
-# What a run may continue with other values of, since its weights do not depend on them.
-_CADENCE = ("save_steps", "validate_steps", "validate_lengths", "prompt", "context_parallel")
+# What a run may continue with other values of, since its weights do not depend on them; of the
+# last two, that older folders name, with none.
+_CADENCE = ("save_steps", "validate_steps", "context_parallel", "validate_lengths", "prompt")
+
+_VALIDATION_TOKENS = 2**15  # that a validation predicts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,6 @@ class LanguageModelMetrics(TrainingMetrics):
 
     loss: float  # nats per token, mean over the last tenth of the steps
     validation_loss: float | None = None  # of the last validation
-    validation: Record | None = None  # what else it kept, if anything (`linbias.lm.validate`)
 
 
 def train(
@@ -85,7 +85,7 @@ def train(
         corpus: Its train split is used, and for validations its valid split; its tokenizer is
             saved with the model. To go on from a model, see `lm.initial.with_tokenizer_of`.
         output: Folder of the run: new, empty, or of the very same run, of which the budget may be
-            larger now, and `save_steps` and what is validated others.
+            larger now, and `save_steps` and `validate_steps` others.
         progress: Show progress on standard error.
         keep_checkpoint: Keep the last checkpoint of a finished run, three times the size of the
             model, so that it can be extended.
@@ -136,22 +136,19 @@ class LanguageModelRun(Run):
     def __init__(self, settings: TrainSettings, corpus: Corpus, output: Path) -> None:
         super().__init__(settings, output)
         self.corpus = corpus
-        splits = {"train on": (corpus.train, settings.length)}
+        splits = {"train on": corpus.train}
         if settings.validate_steps:
-            longest = max((settings.length, *settings.validate_lengths))
-            splits["validate on"] = (corpus.valid, longest)
-        for purpose, (ids, length) in splits.items():
-            if len(ids) < length + 1:
+            splits["validate on"] = corpus.valid
+        for purpose, ids in splits.items():
+            if len(ids) < settings.length + 1:
                 raise ValueError(
-                    f"train: corpus must hold length + 1 = {length + 1} tokens to {purpose}, "
-                    f"got {len(ids)}"
+                    f"train: corpus must hold length + 1 = {settings.length + 1} tokens to "
+                    f"{purpose}, got {len(ids)}"
                 )
         if settings.task == "seq2seq":
             self.corpus = replace(corpus, tokenizer=corpus.tokenizer.with_sentinels())
         self._steps_per_epoch()  # refuses a tokenizer without the tokens of the task
         self.config = initial_config(settings, self.corpus)
-        limit = self.config.train_length if self.config.method == "learned" else None
-        self.validation = Validation.of(settings, self.corpus, limit)
         self.tokens_per_step = settings.batch_size * settings.length
         readers = self.sharing.of
         if settings.batch_size % (readers * settings.accumulation):
@@ -231,7 +228,7 @@ class LanguageModelRun(Run):
     def _step_seconds(self) -> float:
         """The time of a step, measured on a few that nobody keeps."""
         watch = StopWatch(exact=True)
-        alone = replace(self.settings, validate_steps=0, validate_lengths=(), prompt=None)
+        alone = replace(self.settings, validate_steps=0)
         with tempfile.TemporaryDirectory() as folder:
             trial = LanguageModelRun(alone, self.corpus, Path(folder))
             trial.steps = _WARM_STEPS + _TIMED_STEPS
@@ -251,8 +248,6 @@ class LanguageModelRun(Run):
     def watchers(self, bar: ProgressBar) -> list[TrainerCallback]:
         settings = self.settings
         watchers: list[TrainerCallback] = [FollowSchedule(bar)]
-        if self.validation is not None:
-            watchers.append(Validations(settings.length, bar.console))
         if settings.tensorboard:
             board = TensorBoardCallback()
             board.logging_dir = str(self.output / "tensorboard")
@@ -260,7 +255,7 @@ class LanguageModelRun(Run):
         return watchers
 
     def trainer(self, callbacks: list[TrainerCallback]) -> LanguageModelTrainer:
-        settings, corpus, pieces = self.settings, self.corpus, self.settings.context_parallel
+        settings, corpus, shards = self.settings, self.corpus, self.settings.context_parallel
         validation = self._validation_segments() if settings.validate_steps else None
         validate_steps = settings.validate_steps
         if 0 < validate_steps < 1:
@@ -288,9 +283,9 @@ class LanguageModelRun(Run):
         model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
         train: Any = self._segments(corpus.train, self.steps * settings.batch_size, settings.seed)
         valid: Any = validation
-        if pieces > 1:
-            train = InShards(train, pieces, batch_size)
-            valid = valid and InShards(valid, pieces, validation_batch_size)
+        if shards > 1:
+            train = InShards(train, shards, batch_size)
+            valid = valid and InShards(valid, shards, validation_batch_size)
         return LanguageModelTrainer(
             self,
             model=model,
@@ -315,10 +310,10 @@ class LanguageModelRun(Run):
     def _mean_loss(
         self, outputs: CausalLMOutput, labels: Tensor, num_items_in_batch: Tensor | None = None
     ) -> Tensor:
-        settings, pieces = self.settings, self.settings.context_parallel
+        settings, shards = self.settings, self.settings.context_parallel
         loss = cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
-        if pieces > 1:  # processes count alike, and their pieces may differ by a token
-            loss = loss * (labels.shape[1] * pieces / settings.length)
+        if shards > 1:  # processes count alike, and their shards may differ by a token
+            loss = loss * (labels.shape[1] * shards / settings.length)
         if settings.task == "seq2seq" and num_items_in_batch is not None:  # parts are unequal
             return loss * ((labels != -100).sum() / num_items_in_batch)
         # The parts of a batch are all of one size; a validation has none.
@@ -337,7 +332,7 @@ class LanguageModelRun(Run):
     def _validation_segments(self) -> Segments:
         """The start of the valid split, once: whole batches, where there is enough for one."""
         length, batch_size = self.settings.length, self.settings.batch_size
-        num_tokens = min(len(self.corpus.valid) - 1, max(MAX_TOKENS, length))
+        num_tokens = min(len(self.corpus.valid) - 1, max(_VALIDATION_TOKENS, length))
         count = num_tokens // length
         if count > batch_size:
             count -= count % batch_size
@@ -363,7 +358,6 @@ class LanguageModelRun(Run):
         return {
             "loss": statistics.fmean(losses, weights),
             "validation_loss": validated[-1]["eval_loss"] if validated else None,
-            "validation": record(validated[-1]) if validated else None,
         }
 
 
@@ -380,10 +374,3 @@ class LanguageModelTrainer(RunTrainer):
             table = model.get_input_embeddings().weight
             spared |= {name for name, weight in model.named_parameters() if weight is table}
         return [name for name in names if name not in spared]
-
-    def evaluation_loop(self, *arguments: Any, **options: Any) -> EvalLoopOutput:
-        validation: Validation | None = self.run.validation
-        if validation is None:
-            return super().evaluation_loop(*arguments, **options)
-        measured = validation.measure(self.model, options["metric_key_prefix"])
-        return EvalLoopOutput(None, None, measured, len(validation.ids) - 1)

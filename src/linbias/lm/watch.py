@@ -14,7 +14,6 @@ from transformers import TrainerCallback, TrainerState
 
 from linbias._run.files import JsonLog, Record
 from linbias._run.progress import Pace, duration
-from linbias.lm.validate import record
 
 
 class StopWatch(TrainerCallback):
@@ -92,8 +91,6 @@ class LossHistory(TrainerCallback):
         elif "eval_loss" in logs:
             loss = logs["eval_loss"]
             self._line["validation_loss"] = loss if math.isfinite(loss) else None
-            if validation := record(logs):
-                self._line["validation"] = validation
             self._append(state)
 
     def _append(self, state: TrainerState) -> None:

@@ -56,8 +56,8 @@ def batch_order(
 
 
 class Batches(Dataset[dict[str, Any]]):
-    """All batches of a run: item i is piece i % pieces, along the tokens, of batch i // pieces;
-    the last step of a pass is filled up with batches of one target that is not scored.
+    """All batches of a run, an item each, at least `least_width` tokens wide; the last step of a
+    pass is filled up with batches of targets that are not scored.
     """
 
     def __init__(
@@ -68,32 +68,34 @@ class Batches(Dataset[dict[str, Any]]):
         *,
         per_step: int,
         steps: int | None = None,
-        pieces: int = 1,
+        least_width: int = 1,
     ) -> None:
         self.ids, self.spans, self.per_step = ids, blocks(len(ids), length), per_step
-        self.pieces = pieces
+        self.least_width = least_width
         self.order = lru_cache(maxsize=2)(order)
         self.steps_per_pass = math.ceil(len(order(1)) / per_step)
         self.steps = steps or self.steps_per_pass
 
     def __len__(self) -> int:
-        return self.steps * self.per_step * self.pieces
+        return self.steps * self.per_step
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """input_ids and targets, int64 [rows, longest block], padded on the right."""
-        index, piece = divmod(index, self.pieces)
+    def __getitems__(self, indices: list[int]) -> dict[str, Any]:
+        """Of one batch, input_ids and targets, int64 [rows, longest block], padded on the right,
+        and how many targets the step has.
+        """
+        (index,) = indices
         step, slot = divmod(index, self.per_step)
         batches = self._batches(step)
         batch = batches[slot] if slot < len(batches) else []
         rows = [block_tokens(self.ids, *self.spans[block]) for block in batch]
         longest = max((len(targets) for _, targets in rows), default=1)
-        shape = max(1, len(rows)), max(self.pieces, longest)
+        shape = max(1, len(rows)), max(self.least_width, longest)
         all_inputs, all_targets = np.full(shape, Dictionary.PAD), np.full(shape, -100)
         for row, (inputs, targets) in enumerate(rows):
             all_inputs[row, : len(inputs)], all_targets[row, : len(targets)] = inputs, targets
         return {
-            "input_ids": torch.from_numpy(all_inputs).tensor_split(self.pieces, 1)[piece],
-            "targets": torch.from_numpy(all_targets).tensor_split(self.pieces, 1)[piece],
+            "input_ids": torch.from_numpy(all_inputs),
+            "targets": torch.from_numpy(all_targets),
             "num_items_in_batch": self.num_targets(step),
         }
 

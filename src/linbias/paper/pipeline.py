@@ -26,7 +26,6 @@ def run(
     recipe: Recipe,
     *,
     fit: bool = False,
-    workers: int = 1,
     batch_tokens: int = 16384,
     progress: bool = True,
 ) -> tuple[PaperMetrics, list[Scores]]:
@@ -44,7 +43,7 @@ def run(
         if not data.exists():
             try:
                 with bar("reading text") as advance:
-                    made = prepare(texts, data, workers=workers, progress=advance)
+                    made = prepare(texts, data, progress=advance)
                 for name, read in made.splits.items():
                     if not read.num_ids:
                         shutil.rmtree(data)

@@ -1,33 +1,28 @@
 """From text to a folder of ids, which is that of the original's preprocessing byte for byte.
 
-Text is read by several processes (see `ranges`), in memory that grows with the words alone.
+Texts are read line by line, in memory that grows with the words alone.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from linbias.data import SPLITS
 from linbias.data.data_sets import WIKITEXT_WORDS, as_line, open_data_set
 from linbias.paper.dictionary import Dictionary
-from linbias.paper.ranges import Range, cut_into_ranges, in_processes
 from linbias.paper.store import ids_dtype, write_ids
 
 Progress = Callable[[int, int | None], None]
-Result = TypeVar("Result")
+
+_PART_BYTES = 1 << 20  # of whole lines that are read at a time
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,6 @@ def prepare(
     output: str | Path,
     *,
     dictionary: str | Path | None = None,
-    workers: int = 1,
     nwords: int = -1,
     threshold: int = -1,
     padding_factor: int = 8,
@@ -75,81 +69,54 @@ def prepare(
         raise ValueError(
             f"prepare: data set must be one of {', '.join(WIKITEXT_WORDS)}, got {source!r}"
         )
-    _check_settings(
-        output, dictionary, nwords, threshold, workers=workers, padding_factor=padding_factor
-    )
+    _check_settings(output, dictionary, nwords, threshold, padding_factor)
     output = Path(output).resolve()
     words = None if dictionary is None else Dictionary.read(dictionary)
     with _files(source, output, progress) as paths, _temporary_folder(output, "partial") as folder:
-        ranges = {split: cut_into_ranges(paths[split]) for split in SPLITS if split in paths}
-        counting = ranges["train"] if words is None else []
-        done, total = 0, sum(r.num_bytes for r in chain(counting, *ranges.values()))
+        splits = [split for split in SPLITS if split in paths]
+        to_read = splits if words is not None else ["train", *splits]  # counted, then encoded
+        done, total = 0, sum(paths[split].stat().st_size for split in to_read)
 
-        def report(parts: Sequence[Range], results: Iterable[Result]) -> Iterator[Result]:
+        def lines_of(split: str) -> Iterator[str]:
             nonlocal done
-            for part, result in zip(parts, results, strict=True):
-                done += part.num_bytes
+            for lines, num_bytes in _parts(paths[split]):
+                yield from lines
+                done += num_bytes
                 if progress is not None:
                     progress(done, total)
-                yield result
 
         if words is None:
             counts: Counter[str] = Counter()
-            with in_processes(_count, workers) as count:
-                for counted in report(counting, count(counting)):
-                    counts.update(counted)
+            for line in lines_of("train"):
+                counts.update(line.split())
             words = Dictionary.from_counts(counts, threshold, nwords, padding_factor)
         words.write(folder / "dict.txt")
-        dtype, splits = ids_dtype(len(words)), {}
-        with in_processes(partial(_encode, words, dtype), workers) as encode:
-            for split, parts in ranges.items():
-                encoded = report(parts, encode(parts))
-                splits[split] = _write_split(folder / split, encoded, dtype)
+        made: dict[str, Split] = {}
+        for split in splits:
+            before = words.ids.misses
+            ids = map(words.encode_line, lines_of(split))
+            sizes = write_ids(folder / split, ids, ids_dtype(len(words)))
+            made[split] = Split(len(sizes), int(sizes.sum()), words.ids.misses - before)
         if output.exists():
             output.rmdir()
         os.replace(folder, output)
-    return Prepared(folder=output, dictionary_size=len(words), splits=splits)
+    return Prepared(folder=output, dictionary_size=len(words), splits=made)
 
 
-class _Encoded(NamedTuple):
-    """The lines of a range as ids, with the size of each line."""
-
-    ids: NDArray[Any]
-    sizes: array[int]
-    num_replaced: int
-
-
-def _count(part: Range) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for line in part.lines():
-        counts.update(line.split())
-    return counts
-
-
-def _encode(dictionary: Dictionary, dtype: np.dtype[Any], part: Range) -> _Encoded:
-    ids: list[int] = []
-    sizes = array("i")
-    misses = dictionary.ids.misses
-    for line in part.lines():
-        line_ids = dictionary.encode_line(line)
-        ids += line_ids
-        sizes.append(len(line_ids))
-    return _Encoded(np.array(ids, dtype), sizes, dictionary.ids.misses - misses)
-
-
-def _write_split(prefix: Path, parts: Iterable[_Encoded], dtype: np.dtype[Any]) -> Split:
-    sizes = array("i")  # filled while the ids are written
-    num_replaced = 0
-
-    def chunks() -> Iterator[NDArray[Any]]:
-        nonlocal num_replaced
-        for part in parts:
-            sizes.extend(part.sizes)
-            num_replaced += part.num_replaced
-            yield part.ids
-
-    write_ids(prefix, sizes, chunks(), dtype)
-    return Split(len(sizes), sum(sizes), num_replaced)
+def _parts(path: Path) -> Iterator[tuple[io.StringIO, int]]:
+    """The lines of a UTF-8 file, some at a time, with their bytes; a carriage return ends a line,
+    too.
+    """
+    with path.open("rb") as file:
+        while data := b"".join(file.readlines(_PART_BYTES)):
+            try:
+                text = data.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"prepare: texts must be UTF-8, got 0x{data[error.start]:02x} at byte "
+                    f"{file.tell() - len(data) + error.start} of {path}"
+                ) from error
+            yield io.StringIO(text, newline=None), len(data)
 
 
 @contextmanager
@@ -206,11 +173,10 @@ def _check_texts(paths: Mapping[str, Path], dictionary: str | Path | None) -> No
 
 
 def _check_settings(
-    output: str | Path, dictionary: object, nwords: int, threshold: int, **counts: int
+    output: str | Path, dictionary: object, nwords: int, threshold: int, padding_factor: int
 ) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"prepare: {name} must be positive, got {value}")
+    if padding_factor < 1:
+        raise ValueError(f"prepare: padding_factor must be positive, got {padding_factor}")
     if dictionary is not None and (nwords, threshold) != (-1, -1):
         raise ValueError(
             "prepare: nwords and threshold must be left alone where dictionary is given, "

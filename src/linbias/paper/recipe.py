@@ -52,8 +52,8 @@ class Recipe(Checked):
         each(f"one of {PRECISIONS}", PRECISIONS.__contains__, "precision")
         each("'auto' or 'cpu'", DEVICES.__contains__, "device")
         each(f"from 1 to length = {length}", lambda n: 1 <= n <= length, "context_parallel")
-        pieces, rule = self.context_parallel, "1 unless position is 'alibi'"
-        self._require("context_parallel", pieces == 1 or self.position == "alibi", rule, pieces)
+        shards, rule = self.context_parallel, "1 unless position is 'alibi'"
+        self._require("context_parallel", shards == 1 or self.position == "alibi", rule, shards)
         derived = sorted(set(self.model) & {"vocab_size", "train_length", "position"})
         rule = f"without {derived}, which follow from other fields"
         self._require("model", not derived, rule, self.model)
@@ -84,35 +84,33 @@ class Recipe(Checked):
         return replace(self, steps=steps, warmup_steps=warmup_steps, period=period)
 
 
-# The fields that are options of a command: what they are, the original's flag and in what it
-# differs, and what the original takes without the flag, of the type of the value.
-OPTIONS: dict[str, tuple[str, str, Any]] = {
-    "length": ("Tokens per block.", "--tokens-per-sample", 1024),
-    "max_tokens": ("Most tokens in a batch.", "--max-tokens", 0),
+# The fields that are options of a command: what they are, and the original's flag.
+OPTIONS: dict[str, tuple[str, str]] = {
+    "length": ("Tokens per block.", "--tokens-per-sample"),
+    "max_tokens": ("Most tokens in a batch.", "--max-tokens"),
     "rows_multiple": (
         "Batches of fewer blocks than this, or a multiple of it: 8 as in the README of August "
         "2021, 1 as in later ones.",
         "--required-batch-size-multiple",
-        8,
     ),
-    "batches_per_step": ("Batches per step, over all processes.", "--update-freq x GPUs", 1),
-    "steps": ("Updates of the weights; warmup and cosine keep their shares.", "--max-update", 0),
-    "warmup_steps": ("Steps that raise the learning rate.", "--warmup-updates", 0),
-    "learning_rate": ("Peak of the schedule.", "--lr, or --max-lr in 2021", 0.25),
-    "initial_learning_rate": ("Where the warmup starts.", "--warmup-init-lr", -1.0),
-    "min_learning_rate": ("Floor of the first cosine.", "--min-lr, or --lr in 2021", 0.0),
-    "period": ("Steps of the first cosine.", "--lr-period-updates", -1.0),
-    "t_mult": ("Factor on the length of each further cosine.", "--t-mult", 1.0),
-    "shrink": ("Factor on the height of each further cosine.", "--lr-shrink", 0.1),
-    "clip": ("Largest norm of the gradient.", "--clip-norm", 0.0),
-    "momentum": ("Of Nesterov's accelerated gradient.", "--momentum", 0.99),
-    "weight_decay": ("Share of a weight that a step takes away.", "--weight-decay", 0.0),
-    "precision": ("'fp32', 'bf16', or on a GPU 'fp16'.", "--fp16", "fp32"),
-    "seed": ("Fixes weights, order of the text and dropout.", "--seed", 1),
-    "validate_steps": ("Steps between validations; 0: none.", "--validate-interval-updates", 0),
-    "save_steps": ("Steps between checkpoints.", "--save-interval-updates", 0),
-    "log_steps": ("Steps between lines of history.jsonl.", "--log-interval", 100),
-    "device": ("'auto' takes a GPU where there is one; or 'cpu'.", "", None),
+    "batches_per_step": ("Batches per step, over all processes.", "--update-freq x GPUs"),
+    "steps": ("Updates of the weights; warmup and cosine keep their shares.", "--max-update"),
+    "warmup_steps": ("Steps that raise the learning rate.", "--warmup-updates"),
+    "learning_rate": ("Peak of the schedule.", "--lr, or --max-lr in 2021"),
+    "initial_learning_rate": ("Where the warmup starts.", "--warmup-init-lr"),
+    "min_learning_rate": ("Floor of the first cosine.", "--min-lr, or --lr in 2021"),
+    "period": ("Steps of the first cosine.", "--lr-period-updates"),
+    "t_mult": ("Factor on the length of each further cosine.", "--t-mult"),
+    "shrink": ("Factor on the height of each further cosine.", "--lr-shrink"),
+    "clip": ("Largest norm of the gradient.", "--clip-norm"),
+    "momentum": ("Of Nesterov's accelerated gradient.", "--momentum"),
+    "weight_decay": ("Share of a weight that a step takes away.", "--weight-decay"),
+    "precision": ("'fp32', 'bf16', or on a GPU 'fp16'.", "--fp16"),
+    "seed": ("Fixes weights, order of the text and dropout.", "--seed"),
+    "validate_steps": ("Steps between validations; 0: none.", "--validate-interval-updates"),
+    "save_steps": ("Steps between checkpoints.", "--save-interval-updates"),
+    "log_steps": ("Steps between lines of history.jsonl.", "--log-interval"),
+    "device": ("'auto' takes a GPU where there is one; or 'cpu'.", ""),
 }
 
 # Fields of `PaperConfig`, each with the original's name of it.

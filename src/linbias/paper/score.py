@@ -24,7 +24,6 @@ from linbias._run.files import Record, check_writable, write_whole
 from linbias._run.folders import list_differences
 from linbias.lm.checkpoints import readable_model
 from linbias.lm.evaluation import computing, losses_of
-from linbias.lm.memory import available_bytes
 from linbias.lm.windows import Likelihood, Window, check_tokens
 from linbias.paper.blocks import block_order
 from linbias.paper.checkpoint import check_dictionary, load
@@ -170,13 +169,12 @@ def evaluate(
     check_dictionary(dictionary, model.config, Path(data, "dict.txt"), "evaluate")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     length = model.config.train_length if length is None else length
-    return replace(score(model, ids.tokens, length=length, **options), split=split)
+    return replace(score(model, ids, length=length, **options), split=split)
 
 
 def _check(
     model: PaperForCausalLM, ids: NDArray[Any], length: int, context_window: int, batch_tokens: int
 ) -> None:
-    """Refuses a call that breaks a rule, or whose passes would not fit in the free memory."""
     check_tokens("score", ids, model.config.vocab_size, at_least=1)
     for name, value in [("length", length), ("batch_tokens", batch_tokens)]:
         if value < 1:
@@ -185,30 +183,6 @@ def _check(
         raise ValueError(
             f"score: context_window must lie in [0, length = {length}), got {context_window}"
         )
-    num_ids = len(ids)
-    width, keep = min(length, num_ids), min(length - context_window, num_ids)
-    rows = min(max(1, batch_tokens // width), 1 + num_ids // keep)
-    needed = _pass_bytes(model, rows, width, keep)
-    free = available_bytes(model.device)
-    if needed > free:
-        raise ValueError(
-            f"score: length and batch_tokens must fit in memory, got {length} and {batch_tokens}: "
-            f"a pass needs about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
-        )
-
-
-def _pass_bytes(model: PaperForCausalLM, rows: int, width: int, keep: int) -> int:
-    """Roughly the highest memory, as measured, of a pass over [rows, width] beside the weights."""
-    config = model.config
-    numbers = rows * width * (8 * config.hidden_size + 2 * config.intermediate_size)
-    squares = config.num_attention_heads * width * width
-    if config.position == "t5":
-        numbers += 3 * squares
-    elif config.position == "alibi" and config.attention_implementation == "dense":
-        numbers += 4 * rows * squares
-    elif config.position != "alibi" and 1 < keep < width:
-        numbers += 2 * keep * width  # the causal mask of the last block
-    return numbers * model.dtype.itemsize
 
 
 def _settings(

@@ -98,10 +98,10 @@ class PaperTrainer(RunTrainer):
 
 
 class SeedEachStep(TrainerCallback):
-    """Seeds PyTorch with seed + steps done, as the original does; each piece draws its own."""
+    """Seeds PyTorch with seed + steps done, as the original does; each shard draws its own."""
 
-    def __init__(self, seed: int, piece: int = 0) -> None:
-        self.seed = seed + (piece << 22)  # PyTorch's generator of the CPU takes 32 bits of a seed
+    def __init__(self, seed: int, shard: int = 0) -> None:
+        self.seed = seed + (shard << 22)  # PyTorch's generator of the CPU takes 32 bits of a seed
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         torch.manual_seed(self.seed + state.global_step)

@@ -5,8 +5,8 @@ the byte in name.bin at which each begins (int64).
 """
 
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,55 +21,38 @@ _HEADER = struct.Struct("<9sQBQ")  # magic, version, code of the dtype, number o
 _DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2", 9: "u4", 10: "u8"}
 
 
-@dataclass(frozen=True)
-class StoredIds:
-    """The ids of a text: how many each line has, and those of all lines, mapped from disk."""
-
-    sizes: NDArray[np.int32]
-    tokens: NDArray[Any]
-
-
 def ids_dtype(dictionary_size: int) -> np.dtype[Any]:
     """How ids of a dictionary are stored: uint16 below 65,500 words, else uint32."""
     return np.dtype("<u2" if dictionary_size < 65_500 else "<u4")
 
 
 def write_ids(
-    prefix: str | Path,
-    sizes: Iterable[int],
-    chunks: Iterable[NDArray[Any]],
-    dtype: DTypeLike = np.uint16,
-) -> None:
-    """Writes prefix.bin and prefix.idx, whole or not; `sizes` is read after the last chunk."""
+    prefix: str | Path, lines: Iterable[Sequence[int]], dtype: DTypeLike = np.uint16
+) -> NDArray[np.int32]:
+    """Writes prefix.bin and prefix.idx, whole or not; returns how many ids each line has."""
     stored = np.dtype(dtype).newbyteorder("<")
     code = next((code for code, name in _DTYPES.items() if np.dtype(f"<{name}") == stored), None)
     if code is None:
         raise ValueError(
             f"write_ids: dtype must be one of {sorted(_DTYPES.values())}, got {dtype}"
         )
+    counts = array("i")
     with new_file(Path(f"{prefix}.idx")) as index, new_file(Path(f"{prefix}.bin")) as data:
-        for chunk in chunks:
-            ids = chunk.astype(stored)
-            if not np.array_equal(ids, chunk):
-                raise ValueError(
-                    f"write_ids: chunks must fit {stored}, got {chunk.min()} to {chunk.max()}"
-                )
-            data.write(ids.tobytes())
-        lengths = np.fromiter(sizes, "<i4")
-        ends = np.cumsum(lengths, dtype="<i8")
-        num_ids = data.tell() // stored.itemsize
-        if num_ids != lengths.sum():
-            raise ValueError(
-                f"write_ids: sizes must add up to the ids in chunks, got {lengths.sum()} and "
-                f"{num_ids}"
-            )
-        index.write(_HEADER.pack(_MAGIC, 1, code, len(lengths)))
-        index.write(lengths.tobytes())
-        index.write(((ends - lengths) * stored.itemsize).tobytes())
+        for line in lines:
+            data.write(np.asarray(line, stored).tobytes())
+            counts.append(len(line))
+        sizes = np.array(counts, "<i4")
+        starts = (np.cumsum(sizes, dtype="<i8") - sizes) * stored.itemsize
+        index.write(_HEADER.pack(_MAGIC, 1, code, len(sizes)))
+        index.write(sizes.tobytes())
+        index.write(starts.tobytes())
+    return sizes
 
 
-def read_ids(prefix: str | Path) -> StoredIds:
-    """Opens prefix.bin and prefix.idx; a `ValueError` says which is missing or damaged."""
+def read_ids(prefix: str | Path) -> NDArray[Any]:
+    """The ids of all lines, [N], mapped from prefix.bin; a `ValueError` says which of prefix.bin
+    and prefix.idx is missing or damaged.
+    """
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):
         if not path.is_file():
@@ -83,19 +66,18 @@ def read_ids(prefix: str | Path) -> StoredIds:
         raise ValueError(f"read_ids: {index} must list lines one after another, got other offsets")
     num_ids = int(ends[-1]) if num_lines else 0
     _check_bytes(data, num_ids * dtype.itemsize, f"the {num_ids} ids of {index.name}")
-    tokens = np.memmap(data, dtype, "r") if num_ids else np.empty(0, dtype)
-    return StoredIds(sizes, tokens)
+    return np.memmap(data, dtype, "r") if num_ids else np.empty(0, dtype)
 
 
-def read_data(folder: str | Path, split: str) -> tuple[Dictionary, StoredIds]:
-    """Opens a split of a folder that `prepare`, or the original, made."""
+def read_data(folder: str | Path, split: str) -> tuple[Dictionary, NDArray[Any]]:
+    """The words and the ids [N] of a split in a folder that `prepare`, or the original, made."""
     if not Path(folder, "dict.txt").is_file():
         raise ValueError(f"read_data: folder must hold dict.txt, got {str(folder)!r}")
     if not Path(folder, f"{split}.idx").is_file():
         there = ", ".join(sorted(path.stem for path in Path(folder).glob("*.idx"))) or "none"
         raise ValueError(f"read_data: split must be one of {folder} ({there}), got {split!r}")
     dictionary, ids = Dictionary.read(Path(folder, "dict.txt")), read_ids(Path(folder, split))
-    check_ids(ids.tokens, len(dictionary), str(Path(folder, f"{split}.bin")))
+    check_ids(ids, len(dictionary), str(Path(folder, f"{split}.bin")))
     return dictionary, ids
 
 

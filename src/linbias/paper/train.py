@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, set_seed
 from linbias._run.files import Record, fingerprint
 from linbias._run.folders import open_run_folder
 from linbias._run.processes import num_processes, rank
+from linbias.data.segments import InShards
 from linbias.lm.loop import Run, TrainingMetrics, uses_cpu
 from linbias.lm.watch import ProgressBar
 from linbias.models.fields import MAXIMA, own_fields
@@ -98,7 +99,7 @@ class PaperRun(Run):
         self.data, self.splits = data, {}
         for name in ["train"] if recipe.validate_steps == 0 else ["train", "valid"]:
             self.dictionary, self.splits[name] = read_data(data, name)
-            if not len(self.splits[name].tokens):
+            if not len(self.splits[name]):
                 raise ValueError(f"train: data must have tokens, got none in {data / name}.bin")
         super().__init__(recipe, output)
         if fit:
@@ -106,14 +107,14 @@ class PaperRun(Run):
         self.config = _config(self.settings, len(self.dictionary))
         self.steps = recipe.steps
         self._check_processes()
-        ids = self.splits["train"].tokens
+        ids = self.splits["train"]
         numbers = (len(ids), recipe.length, recipe.max_tokens, recipe.seed)
         order = partial(batch_order, *numbers, multiple=recipe.rows_multiple)
         self.batches = self._batches(ids, order, recipe.batches_per_step, recipe.steps)
         self.tokens_per_step = len(self.batches.ids) // self.batches.steps_per_pass
 
     def _check_processes(self) -> None:
-        pieces, readers = self.settings.context_parallel, self.sharing.of
+        shards, readers = self.settings.context_parallel, self.sharing.of
         devices = 1 if self.on_cpu else torch.cuda.device_count()
         if num_processes() == 1 < devices:
             raise ValueError(
@@ -122,7 +123,7 @@ class PaperRun(Run):
                 "CUDA_VISIBLE_DEVICES=0)"
             )
         if self.settings.batches_per_step % readers:
-            what = "processes" if pieces == 1 else f"groups of {pieces} processes"
+            what = "processes" if shards == 1 else f"groups of {shards} processes"
             raise ValueError(
                 f"train: batches_per_step must be a multiple of the {readers} {what}, "
                 f"got {self.settings.batches_per_step}"
@@ -150,7 +151,7 @@ class PaperRun(Run):
         set_seed(recipe.seed)
         return PaperTrainer(
             self,
-            data_collator=lambda batches: batches[0],
+            data_collator=lambda batch: batch,
             model=PaperForCausalLM(self.config),
             args=self.arguments(
                 per_device_train_batch_size=1,  # an item of `Batches` is a whole batch
@@ -161,25 +162,31 @@ class PaperRun(Run):
                 logging_steps=recipe.log_steps,
                 use_cache=True,  # of the saved model; training makes no cache
             ),
-            train_dataset=self.batches,
-            eval_dataset=self._validation_batches() if "valid" in self.splits else None,
+            train_dataset=self._in_shards(self.batches),
+            eval_dataset=self._in_shards(self._validation_batches()),
             callbacks=callbacks,
         )
 
     def schedule(self, steps: int) -> float:
         return self.settings.learning_rate_after(steps)
 
-    def _validation_batches(self) -> Batches:
+    def _in_shards(self, batches: Batches | None) -> Any:
+        shards = self.settings.context_parallel
+        return batches if batches is None or shards == 1 else InShards(batches, shards, 1)
+
+    def _validation_batches(self) -> Batches | None:
         """One pass in the order of the text; all who read score one batch of every "step"."""
-        recipe, ids = self.settings, self.splits["valid"].tokens
+        if "valid" not in self.splits:
+            return None
+        recipe, ids = self.settings, self.splits["valid"]
         numbers = range(len(blocks(len(ids), recipe.length)))
         rows = recipe.max_tokens // recipe.length
         order = [list(numbers[first : first + rows]) for first in numbers[::rows]]
         return self._batches(ids, lambda _: order, self.sharing.of)
 
     def _batches(self, ids: Any, order: Any, per_step: int, steps: int | None = None) -> Batches:
-        length, pieces = self.settings.length, self.settings.context_parallel
-        return Batches(ids, length, order, per_step=per_step, steps=steps, pieces=pieces)
+        length, shards = self.settings.length, self.settings.context_parallel
+        return Batches(ids, length, order, per_step=per_step, steps=steps, least_width=shards)
 
     def publish_last(self, trainer: Trainer) -> None:
         if "valid" not in self.splits:  # with validation, the best model is saved already

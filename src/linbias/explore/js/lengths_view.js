@@ -56,16 +56,7 @@ export function mountLengths(root, { methods, results: { runs } }) {
     ];
   }
 
-  function measured() {
-    const { validation, continuations } = group;
-    return [
-      validation &&
-        section("The last validation while training",
-          finishedTable(validation, methods), sentences(continuations, methods),
-        ),
-      run.cost && section("What training cost", finishedTable(run.cost, methods)),
-    ];
-  }
+  const measured = () => run.cost && section("What training cost", finishedTable(run.cost, methods));
 
   open(run);
   const draw = mount(root, () => [

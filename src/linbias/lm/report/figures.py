@@ -1,4 +1,4 @@
-"""The plots of loss by test length, of an extrapolation experiment, and of windows of heads."""
+"""The plots of loss by test length, of an extrapolation experiment."""
 
 import io
 import math
@@ -18,7 +18,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from linbias.lm.report import findings
 from linbias.lm.report.records import EvaluationRecord
-from linbias.methods import BIAS, METHODS, WEIGHTS
+from linbias.methods import METHODS
 
 _BACKGROUND, _TEXT, _FRAME, _GRID = "#FFFFFF", "#222222", "#888888", "#E6E6E6"
 _DARK = {"background": "#16181C", "text": "#E4E4E4", "frame": "#9A9A9A", "grid": "#33363C"}
@@ -112,37 +112,11 @@ def draw_loss_by_length(
     axes.set_ylabel("bits per byte (lower is better)", color=_TEXT)
 
 
-def windows(slopes: Any, needed: Any, kept_slopes: Any, kept: Any) -> Figure:
-    """The keys that heads can need, and those that a text made them keep, by slope."""
-    figure, (axes,) = _panels(1)
-    (weights, _), (bias, _) = WEIGHTS, BIAS
-    axes.plot(
-        slopes.ravel(), needed.ravel(), "o", color=bias, markerfacecolor="none", markersize=7
-    )
-    names = [("o  for any text, from the weights", bias)]
-    if kept is not None:
-        axes.plot(kept_slopes.ravel(), kept.ravel(), "o", color=weights, markersize=4)
-        names.append(("\u2022  kept on this text", weights))
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    for number, (name, colour) in enumerate(names):
-        axes.annotate(
-            name, (0.98, 0.97 - 0.07 * number), xycoords="axes fraction", color=colour,
-            fontsize=PAGE.name, fontweight="bold", horizontalalignment="right",
-            verticalalignment="top",
-        )  # fmt: skip
-    _quiet(axes)
-    axes.set_xlabel("slope of the head", color=_TEXT)
-    axes.set_ylabel("nearest keys", color=_TEXT)
-    return figure
-
-
 def colours(*, dark: bool = False) -> dict[str, str]:
     """The colours of a figure by name: of the methods, and of page, text, frame and grid."""
     light = {"background": _BACKGROUND, "text": _TEXT, "frame": _FRAME, "grid": _GRID}
     methods = {name: m.dark if dark else m.colour for name, m in METHODS.items()}
-    drawn = {"weights": WEIGHTS[dark], "bias": BIAS[dark]}
-    return methods | drawn | (_DARK if dark else light)
+    return methods | (_DARK if dark else light)
 
 
 def png(figure: Figure) -> bytes:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from linbias._run.files import Record
 from linbias.lm.report.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.methods import METHODS
 
@@ -233,62 +232,6 @@ def cost_table(results: ExtrapolationResults) -> Table:
     if results.settings.training.seconds is not None:
         shared = "equal time for every method"
     return Table(f"Training, {shared}", heads, rows, note)
-
-
-class ValidationRow(NamedTuple):
-    """What a method's last validation kept: means over seeds; None where it cannot read so far."""
-
-    method: str
-    losses: list[float | None]
-    accuracy: float | None
-    continuations: list[str]
-
-    def cells(self) -> list[str | None]:
-        shown = [None if loss is None else f"{loss:.3f}" for loss in self.losses]
-        return [*shown, None if self.accuracy is None else f"{self.accuracy:.1%}"]
-
-
-class Validations(NamedTuple):
-    """The validations for one training length: titles of columns, and a row per method."""
-
-    titles: list[str]
-    rows: list[ValidationRow]
-
-    def table(self, train_length: int) -> Table:
-        caption = f"Nats per token, last validation while training on {train_length:,} tokens"
-        heads = [title.replace(" at ", "\nat ") for title in self.titles]
-        return Table(caption, heads, [Row(row.method, row.cells()) for row in self.rows])
-
-
-def validations(trainings: Sequence[TrainingRecord], train_length: int) -> Validations | None:
-    """What the last validations kept (`linbias.lm.validate`); None where it was the loss only."""
-    by_method: dict[str, list[Record]] = {}
-    for training in trainings:
-        validation = training.metrics.validation
-        if training.train_length == train_length and validation is not None:
-            by_method.setdefault(training.method, []).append(validation)
-    if not by_method:
-        return None
-    lengths = sorted({int(n) for kept in by_method.values() for n in kept[0]["lengths"]})
-    places = {1: "first", train_length: "trained", lengths[-1]: "last"}
-    titles = [f"mean at {n:,}" for n in lengths]
-    titles += [f"token {n:,}" for n in sorted(places)]
-    rows = []
-    for method, kept in by_method.items():
-        losses = [_mean_entry(kept, str(n), "loss") for n in lengths]
-        longest = str(max(map(int, kept[0]["lengths"])))  # that this method reads
-        for _, name in sorted(places.items()):
-            read = str(lengths[-1]) if name == "last" else longest
-            losses.append(_mean_entry(kept, read, name))
-        texts = [v["continuation"] for v in kept if v["continuation"] is not None]
-        accuracy = _mean_entry(kept, longest, "accuracy")
-        rows.append(ValidationRow(method, losses, accuracy, texts))
-    return Validations([*titles, "accuracy"], rows)
-
-
-def _mean_entry(kept: Sequence[Record], length: str, name: str) -> float | None:
-    values = [validation["lengths"].get(length, {}).get(name) for validation in kept]
-    return None if None in values else fmean(values)
 
 
 def loss_by_position(records: Sequence[EvaluationRecord]) -> tuple[list[float], list[float]]:

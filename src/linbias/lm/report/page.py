@@ -43,13 +43,6 @@ def _static(results: ExtrapolationResults) -> Iterator[str]:
     yield f"<figure>{figures.svg(figures.loss_by_length(evaluations), words)}</figure>"
     for length in findings.train_lengths(evaluations):
         yield _table(findings.loss_table(evaluations, length))
-        if validated := findings.validations(trainings, length):
-            yield _table(validated.table(length))
-            yield _list(
-                (row.method, f"continues: {text!r}")
-                for row in validated.rows
-                for text in row.continuations
-            )
     yield _table(findings.cost_table(results))
     yield from _paragraphs([findings.HOW_SCORED])
     facts = results.made.items()

@@ -68,20 +68,7 @@ def summary(results: ExtrapolationResults, name: str) -> dict[str, Any]:
             for method in findings.methods(evaluations)
             if findings.curve(evaluations, method, train_length)
         ]
-        validated = findings.validations(results.trainings, train_length)
-        groups.append(
-            {
-                "train_length": train_length,
-                "test_lengths": test_lengths,
-                "lines": lines,
-                "validation": validated and _table(validated.table(train_length)),
-                "continuations": [
-                    {"method": row.method, "says": f"continues: {text!r}"}
-                    for row in (validated.rows if validated else ())
-                    for text in row.continuations
-                ],
-            }
-        )
+        groups.append({"train_length": train_length, "test_lengths": test_lengths, "lines": lines})
     return {
         "name": name,
         "made": results.made,
