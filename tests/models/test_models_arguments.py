@@ -102,33 +102,24 @@ def test_a_mask_that_is_none_of_tokens_is_refused(family: str) -> None:
 
 
 FULL = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
-MARKS = [
+NUMBERS = [
     ({"position_ids": [[0] * 8]}, TypeError, "position_ids must be a tensor, got list"),
-    ({"position_ids": torch.arange(8)}, ValueError, r"position_ids .* = \[2, 8\], got \[8\]"),
-    ({"position_ids": torch.arange(3)[None]}, ValueError, r"= \[2, 8\], got \[1, 3\]"),
+    ({"position_ids": torch.arange(8)}, ValueError, r"\[1 or B, 8\], B = 2, got \[8\]"),
+    ({"position_ids": torch.arange(3)[None]}, ValueError, r"\[1 or B, 8\], .* got \[1, 3\]"),
     ({"position_ids": torch.zeros(3, 2, 8).long()}, ValueError, r"got \[3, 2, 8\]"),
     ({"position_ids": torch.arange(8)[None] / 2}, TypeError, "hold integers, got torch.float32"),
     ({"position_ids": torch.ones(2, 8) > 0}, TypeError, "hold integers, got torch.bool"),
     ({"position_ids": [[0]], "attention_mask": FULL}, TypeError, "must be a tensor, got list"),
     ({"position_ids": torch.ones(1, 8), "attention_mask": FULL}, TypeError, "hold integers"),
-    ({"seq_idx": [[0] * 8]}, TypeError, "seq_idx must be a tensor, got list"),
-    ({"seq_idx": torch.full((2, 8), math.nan)}, TypeError, "seq_idx must hold integers, got tor"),
-    ({"cu_seq_lens_q": [0, 8, 16]}, TypeError, "cu_seq_lens_q must be a tensor, got list"),
-    ({"cu_seq_lens_q": torch.tensor([0, 7.5, 16])}, TypeError, "cu_seq_lens_q must hold integers"),
-    (
-        {"seq_idx": torch.zeros(2, 8).long(), "max_length_q": torch.tensor([8, 8])},
-        ValueError,
-        "max_length_q must be one number, .*, 8, got 8, 8",
-    ),
 ]
 
 
 @pytest.mark.parametrize("family", CAUSAL)
-def test_marks_that_are_no_integers_of_tokens_are_refused_by_name(family: str) -> None:
+def test_numbers_that_are_no_integers_of_tokens_are_refused(family: str) -> None:
     model, ids = small(family), tokens(2, 8)
-    for marks, error, message in MARKS:
+    for numbers, error, message in NUMBERS:
         with pytest.raises(error, match=message):
-            call(model, ids, **marks, use_cache=False)
+            call(model, ids, **numbers, use_cache=False)
 
 
 def test_a_table_has_no_negative_positions() -> None:

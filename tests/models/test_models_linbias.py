@@ -247,7 +247,7 @@ def test_bad_calls_are_explained() -> None:
         with pytest.raises(ValueError, match="LinbiasModel: .*" + message):
             model(ids, **call)
     twice = {"cache": static, "past_key_values": static}
-    with pytest.raises(ValueError, match="LinbiasForCausalLM: give either cache or past_key"):
+    with pytest.raises(ValueError, match="LinbiasModel: give either cache or past_key"):
         model(ids, **twice)
 
 
