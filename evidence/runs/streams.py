@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / x) for x in ("evidence/benchmarks", "tests/support", "tests/fused", "tests/models")]
+ELSEWHERE = ("evidence/benchmarks", "tests/support", "tests/fused", "tests/models")
+sys.path[:0] = [str(ROOT / x) for x in ELSEWHERE]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

@@ -153,14 +153,6 @@ def test_a_splitter_sees_what_is_read_and_its_spans_without_tokens_are_left_out(
         embed(words_encoder, [text], spans=[[(2, 17)]], max_length=5)
 
 
-@pytest.mark.processes
-def test_processes_share_the_documents(encoder: Path) -> None:
-    alone = embed(encoder, TEXTS * 4, spans=9, batch_size=1)
-    shared = embed(encoder, TEXTS * 4, spans=9, batch_size=1, device=["cpu", "cpu"])
-    for one, other in zip(alone, shared, strict=True):
-        assert one.spans == other.spans and np.array_equal(one.span_vectors, other.span_vectors)
-
-
 WAYS = "spans must be a number of tokens"
 
 

@@ -1,8 +1,8 @@
 """`embed`: vectors of whole documents and of their passages, on top of sentence-transformers.
 
-sentence-transformers has the model, the tokenizer, the batches and the several processes. Here is
-what it has not: a document is read whole, and its passages are means over the tokens of that one
-pass, each of which has seen all of the document ("late chunking").
+sentence-transformers has the model, the tokenizer and the batches. Here is what it has not: a
+document is read whole, and its passages are means over the tokens of that one pass, each of which
+has seen all of the document ("late chunking").
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +43,7 @@ def embed(
     max_length: int | None = None,
     normalize: bool = False,
     batch_size: int = 8,
-    device: str | list[str] | None = None,
+    device: str | None = None,
     progress: bool = False,
 ) -> list[Embedded]:
     """Turn documents, and spans of them, into vectors with an ALiBi encoder.
@@ -66,7 +66,8 @@ def embed(
             not split either.
         normalize: Divide each vector by its Euclidean norm.
         batch_size: Documents of like length that share a forward pass.
-        device: As for `SentenceTransformer.encode`; a list starts a process on each.
+        device: As for `SentenceTransformer.encode`. For several processes there is
+            `examples/embed_many.py`.
         progress: Show the bars of sentence-transformers.
 
     Returns:
@@ -106,22 +107,13 @@ def embed(
     cut = {"truncation": max_length is not None, "max_length": max_length}
     text = {"return_offsets_mapping": True, **cut}
     options: dict[str, Any] = {"batch_size": batch_size, "show_progress_bar": progress}
-    pool = encoder.start_multi_process_pool(device) if isinstance(device, list) else None
-    options |= {"device": device} if pool is None else {"pool": pool}
-    # Token embeddings are large: those of a few batches at a time.
-    group = 4 * batch_size * (1 if pool is None else len(pool["processes"]))
+    options |= {"device": device, "output_value": None, "processing_kwargs": {"text": text}}
+    group = 4 * batch_size  # token embeddings are large: those of a few batches at a time
     made: list[Embedded] = []
-    try:
-        for first in range(0, len(documents), group):
-            some = list(documents[first : first + group])
-            outputs = encoder.encode(
-                some, output_value=None, processing_kwargs={"text": text}, **options
-            )
-            for words, output in zip(some, outputs, strict=True):
-                made.append(_embedded(output, words, len(made), spans, max_length, normalize))
-    finally:
-        if pool is not None:
-            encoder.stop_multi_process_pool(pool)
+    for first in range(0, len(documents), group):
+        some = list(documents[first : first + group])
+        for words, output in zip(some, encoder.encode(some, **options), strict=True):
+            made.append(_embedded(output, words, len(made), spans, max_length, normalize))
     return made
 
 
