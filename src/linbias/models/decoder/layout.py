@@ -14,7 +14,7 @@ T = 5 tokens, none cached:
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -241,7 +241,7 @@ def read_attention_mask(
     return TokenLayout(layout.positions, texts, texts)
 
 
-def is_full(attention_mask: Any) -> bool:
+def is_full(attention_mask: Any) -> TypeGuard[Tensor]:
     return isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
 
 

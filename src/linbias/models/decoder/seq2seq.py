@@ -139,7 +139,7 @@ class LinbiasDecoder(decoder.Decoder, LinbiasSeq2SeqPreTrainedModel):
         self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.post_init()
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         embedded: Tensor,
         memory: Tensor,
@@ -271,7 +271,7 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, decoder.Gen
         """
         start = self.config.decoder_start_token_id
         padding = getattr(self.config, "pad_token_id", None)
-        shifted = shift_tokens_right(labels, padding, start)
+        shifted: Tensor = shift_tokens_right(labels, padding, start)
         is_scored = labels != -100
         is_at_start = is_scored.cumsum(-1) - is_scored.int() == 0  # nothing is scored before it
         shifted = shifted.masked_fill(is_at_start, padding)
