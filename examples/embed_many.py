@@ -32,9 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     parser.add_argument("--shards", type=int, default=1, help="files that each process writes")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--normalize", action="store_true", help="make vectors of length 1")
-    parser.add_argument("--spans", help="also embed passages: 'sentences' or a number of tokens")
+    parser.add_argument("--spans", type=int, help="also embed passages of so many tokens")
     chosen = parser.parse_args(arguments)
-    spans = int(chosen.spans) if (chosen.spans or "").isdecimal() else chosen.spans
     # torchrun sets these.
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     install()
@@ -44,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
 
     def embed_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         options = {"normalize": chosen.normalize, "batch_size": chosen.batch_size}
-        made = embed(model, rows["text"], spans=spans, **options)
+        made = embed(model, rows["text"], spans=chosen.spans, **options)
         columns = {"vector": [one.vector for one in made]}
-        if spans is not None:
+        if chosen.spans is not None:
             columns["spans"] = [one.spans for one in made]
             columns["span_vectors"] = [one.span_vectors for one in made]
         return columns

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / x) for x in ("evidence/benchmarks", "tests/support", "tests/core")]
+ELSEWHERE = ("evidence/benchmarks", "tests/support", "tests/fused", "tests/models")
+sys.path[:0] = [str(ROOT / x) for x in ELSEWHERE]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -48,7 +49,7 @@ from linbias.models.window_cache.layer import WindowLayer  # noqa: E402
 from linbias.models.window_cache.questions import Questions  # noqa: E402
 from linbias.models.window_cache.reach import heads_of_layer, reach_of_weights  # noqa: E402
 from markers import RECORDS, Record, fill, parser_of, read, table, unique  # noqa: E402
-from test_streams import worst_input  # noqa: E402
+from test_models_windows import worst_input  # noqa: E402
 
 PATH, DOCUMENT = RECORDS / "streams.jsonl", "docs/guides/endless-texts.md"
 CHUNK, TOLERANCE = 512, 2.0**-24

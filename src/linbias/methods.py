@@ -8,8 +8,7 @@ To add a method: a class in `linbias/models/decoder/positions.py` (for encoders 
 `bidirectional.py`; one whose layers learn the steps between tokens is a `Stepped` one), with the
 paper that it comes from; a record here; what it computes, restated in plain code, in the test of
 every method that asks for it: tests/models/test_models_positions.py,
-tests/models/test_models_bidirectional.py (`added`), tests/models/test_models_steps.py. All other
-tests of methods read the records.
+tests/models/test_models_bidirectional.py (`added`). All other tests of methods read the records.
 
 Every method has one colour for light and one for dark pages. They were chosen by search so that
 each stands out from the page, and so that readers with any of the three kinds of colour blindness

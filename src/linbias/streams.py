@@ -1,15 +1,8 @@
-"""Streams: which keys a cache may drop, and what is known of keys that were dropped.
+"""Streams: which keys a cache may drop whatever the text, as the weights of a model say.
 
-A head with slope m cannot be moved, beyond rounding, by keys beyond its reach. Two answers to
-how far that is:
-
-    from the weights    whatever the text: no key that the model can make leads a query's own key
-                        by more than `largest_lead`: a weight at distance d is at most
-                        exp(lead - m d)
-    from the keys       `Dropped`, a ledger of constant size: an upper bound on all weight that the
-                        keys gone would have in a row
-
-The proofs are in docs/math.md. Everything here is float64 and NumPy.
+A head with slope m cannot be moved, beyond rounding, by keys beyond its reach. No key that the
+model can make leads a query's own key by more than `largest_lead`, so that a weight at distance d
+is at most exp(lead - m d). The proof is in docs/math.md. Everything here is float64 and NumPy.
 """
 
 import math
@@ -20,10 +13,7 @@ import numpy.typing as npt
 
 from linbias.definition import Float64
 
-# Lengths |scale q| for which the ledger keeps a sum; between two of them the chord is a bound.
-GRID = np.array([0.0, *2.0 ** np.arange(-4, 6.01, 0.5)])
-SLACK = 1e-6  # more than the rounding of float32 norms
-_UP = 1 + 1e-12  # likewise of float64 sums
+_UP = 1 + 1e-12  # more than the rounding of float64 sums
 
 
 def largest_lead(
@@ -105,99 +95,6 @@ def largest_lead(
     scale_of_t = size + float(np.linalg.norm(b)) / radius
     low, high = math.log(scale_of_t) - 8.0, math.log(scale_of_t) + 1.0
     return max(0.0, bound(_least(bound, low, high)) * _UP)
-
-
-class Dropped:
-    """What is known of a head's dropped keys: a bound on their weight, in constant memory.
-
-    For lengths r of |scale q| on a fixed grid it keeps
-
-        sums[r] = log sum over dropped keys s of exp(r |k_s - center| - slope * (at - s))
-
-    which a key joins once and which falls by `slope` for every token since. As a function of r it
-    is convex, so that between two lengths of the grid the chord is an upper bound, and beyond the
-    last one the largest |k - center| is its steepest slope. A huge key is forgotten as its
-    distance grows.
-
-    Args:
-        slope: At least 0.
-        center: [D], any fixed vector: the bound is tight where keys lie around it.
-        scale: Factor on q . k.
-
-    Example:
-        >>> rng = np.random.default_rng(0)
-        >>> q, k = rng.normal(size=(2, 1000, 16))
-        >>> gone = Dropped(0.25, np.zeros(16), scale=0.25)
-        >>> gone.add(k[:800], first=0)
-        >>> scores = 0.25 * q[-1:] @ k.T - 0.25 * np.arange(999, -1, -1)
-        >>> lse = np.logaddexp.reduce(scores[:, 800:], axis=1)
-        >>> missing = np.logaddexp.reduce(scores[:, :800], axis=1) - lse
-        >>> bool(missing[0] <= gone.bound(q[-1:], lse, [999])[0] <= math.log(2**-24))
-        True
-    """
-
-    def __init__(self, slope: float, center: npt.ArrayLike, *, scale: float) -> None:
-        self.slope, self.scale = float(slope), float(scale)
-        if not 0 <= self.slope < math.inf:
-            raise ValueError(f"Dropped: slope must be at least 0 and finite, got {slope}")
-        self.center = np.array(center, np.float64)  # its own, whatever the caller does with theirs
-        self.count = 0
-        self.sums = np.full(len(GRID), -math.inf)
-        self.largest = 0.0  # |k - center|
-        self.at = 0  # the position from which the sums count distances
-
-    def add(self, keys: npt.ArrayLike, first: int) -> None:
-        """Take over keys that are dropped.
-
-        Args:
-            keys: [n, D], at positions first, first + 1, ...; a key that is not finite makes every
-                later bound inf.
-            first: At least the position after the last key that was dropped.
-
-        Raises:
-            ValueError: first lies before keys that are in the ledger.
-        """
-        keys = np.asarray(keys, np.float64)
-        if first < self.at:
-            raise ValueError(f"Dropped: first must be at least {self.at}, got {first}")
-        if len(keys) == 0:
-            return
-        radius = np.linalg.norm(keys - self.center, axis=-1) * (1 + SLACK)
-        radius = np.where(np.isfinite(radius), radius, math.inf)
-        at = first + len(keys)
-        behind = np.arange(len(keys), 0, -1)
-        with np.errstate(invalid="ignore"):
-            grown = np.where(np.isinf(radius), math.inf, GRID[:, None] * radius)
-        new = np.logaddexp.reduce(grown - self.slope * behind, axis=1)
-        self.sums = np.logaddexp(self.sums - self.slope * (at - self.at), new)
-        self.largest = max(self.largest, float(radius.max()))
-        self.at, self.count = at, self.count + len(keys)
-
-    def bound(self, q: npt.ArrayLike, lse: npt.ArrayLike, positions: npt.ArrayLike) -> Float64:
-        """Bound log(weight of the dropped keys / weight of the keys read), for each query row.
-
-        Args:
-            q: [T, D].
-            lse: [T], log sum exp of the scores of the keys that were read.
-            positions: [T], at or after all dropped keys.
-
-        Returns:
-            [T]; -inf where nothing was dropped. nan wherever q or lse is: compare so that it does
-            not pass.
-        """
-        q, lse = np.asarray(q, np.float64), np.asarray(lse, np.float64)
-        if self.count == 0:
-            return np.full(len(q), -math.inf)
-        length = abs(self.scale) * np.linalg.norm(q, axis=-1) * (1 + SLACK)
-        right = np.clip(np.searchsorted(GRID, length), 1, len(GRID) - 1)
-        low, high = GRID[right - 1], GRID[right]
-        share = np.minimum((length - low) / (high - low), 1.0)
-        if math.isinf(self.largest):
-            return np.full(len(q), math.inf)
-        most = (1 - share) * self.sums[right - 1] + share * self.sums[right]
-        most += np.maximum(length - GRID[-1], 0.0) * self.largest
-        since = np.asarray(positions, np.float64) - self.at
-        return self.scale * q @ self.center + most - self.slope * since - lse
 
 
 def _most_on_ball(M: Float64, b: Float64, radius: float) -> float:

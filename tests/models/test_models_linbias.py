@@ -198,21 +198,6 @@ def test_loss_scores_each_next_token_and_skips_minus_100() -> None:
     assert out.loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_parts_of_a_batch_add_up_to_its_loss() -> None:
-    """What gradient accumulation needs: unequal parts, divided by the count of the whole."""
-    model, ids = build(), tokens(3, 9)
-    labels = ids.clone()
-    labels[1:, :6] = -100
-    whole = model(ids, labels=labels).loss
-    count = int((labels[:, 1:] != -100).sum())
-    parts = [
-        model(ids[rows], labels=labels[rows], num_items_in_batch=count).loss
-        for rows in (slice(0, 1), slice(1, 3))
-    ]
-    assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)
-    assert LinbiasForCausalLM.accepts_loss_kwargs
-
-
 @pytest.mark.parametrize(
     "position",
     ["alibi", *(pytest.param(p, marks=pytest.mark.thorough) for p in POSITIONS if p != "alibi")],
@@ -247,7 +232,7 @@ def test_bad_calls_are_explained() -> None:
         with pytest.raises(ValueError, match="LinbiasModel: .*" + message):
             model(ids, **call)
     twice = {"cache": static, "past_key_values": static}
-    with pytest.raises(ValueError, match="LinbiasForCausalLM: give either cache or past_key"):
+    with pytest.raises(ValueError, match="LinbiasModel: give either cache or past_key"):
         model(ids, **twice)
 
 

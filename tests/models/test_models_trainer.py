@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    DataCollatorWithFlattening,
     PreTrainedModel,
     Trainer,
     TrainerCallback,
@@ -28,8 +29,9 @@ from linbias.models import (
     fuse,
 )
 from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
+from linbias.models.decoder.layout import MARKS
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
-from small_models import VOCAB, build, build_paper, settings
+from small_models import VOCAB, assert_same, build, build_paper, settings
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -173,6 +175,45 @@ def test_label_smoothing_scores_what_the_loss_scores(case: Case, tmp_path: Path)
         expected = model(**batch).loss
         smoothed = smoothing.compute_loss(model, dict(batch))
     torch.testing.assert_close(smoothed, expected, check_dtype=False)
+
+
+PACKED = [name for name, case in CASES.items() if case.labels == "tokens"]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_flattened_batch_is_read_and_learned_as_each_of_its_texts(name: str) -> None:
+    model = CASES[name].make().double().eval()
+    texts, weights = [torch.randint(4, VOCAB, (n,)) for n in (5, 2, 9, 5)], [*model.parameters()]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = dict(collate([{"input_ids": text.tolist()} for text in texts]))
+    assert (
+        set(MARKS) < set(batch) and "position_ids" in inspect.signature(model.forward).parameters
+    )
+    labels = torch.cat(texts)[None].masked_fill(batch["position_ids"] == 0, -100)
+    marked = model(**batch | {"labels": None})
+    alone = [model(x[None]).logits for x in texts]
+    assert_same(marked.logits, torch.cat(alone, dim=1))
+    assert marked.get("past_key_values") is None
+    each = zip(texts, labels.split([len(x) for x in texts], dim=1), strict=True)
+    losses = [model(x[None], labels=y).loss * (y != -100).sum() for x, y in each]
+    found = [model.train()(**batch | {"labels": labels}).loss, sum(losses) / 17]
+    gradients = [
+        torch.cat(
+            [
+                x.flatten()
+                for x in torch.autograd.grad(loss, weights, allow_unused=True)
+                if x is not None
+            ]
+        )
+        for loss in found
+    ]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+    size = 1e-6 * float(gradients[1].abs().max())
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=size)
+    del batch["position_ids"]
+    message = r"position_ids must be given by name beside cu_seq_lens_q, .* got None"
+    with pytest.raises(ValueError, match=message):
+        model(**batch)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "fused"])

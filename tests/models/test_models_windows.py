@@ -1,5 +1,6 @@
 """Reach from weights: in no family does a text have a key that leads by more than they say."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from linbias.models.fused import fuse
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
 from linbias.models.window_cache.questions import Questions
 from linbias.models.window_cache.reach import Reach, reach_of_weights
+from linbias.near_to_far import reach
+from linbias.streams import largest_lead
 from small_models import build, build_paper
 from test_transformers_fused import bloom, falcon, mpt
 
@@ -165,3 +168,98 @@ def test_the_model_is_as_before():
 def test_models_that_have_no_reach_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         reach_of_weights(build(**changes))
+
+
+# ---- the lead of one head
+
+
+def projections(kind, D=8, n=24, seed=0):
+    rng = np.random.default_rng(seed)
+    F, G = rng.normal(size=(2, D, n)) / math.sqrt(n)
+    f = rng.normal(size=D)
+    return {
+        "random": (F, G, 0 * f),
+        "biased": (F, G, 3 * f),
+        "bias alone": (0 * F, G, f),
+        "alike": (2 * F, F, 0 * f),
+        "opposed": (F, -2 * F, f),
+        "one direction": (np.outer(f, F[0]), np.outer(f[::-1], F[1]), f),
+    }[kind]
+
+
+KINDS = ("random", "biased", "bias alone", "alike", "opposed", "one direction")
+
+
+def worst_input(F, G, f, radius, scale, seed=0):
+    """By gradient steps: the lead that was reached, and the two normed inputs that reach it."""
+    rng = np.random.default_rng(seed)
+    C, b = scale * F.T @ G, scale * G.T @ f
+
+    def best_key(y):
+        v = C.T @ y + b
+        return v * radius / max(np.linalg.norm(v), 1e-300)
+
+    def lead(y):
+        return (y @ C + b) @ (best_key(y) - y)
+
+    found = (-math.inf, None, None)
+    for _ in range(12):
+        y = rng.normal(size=F.shape[1])
+        y *= radius / np.linalg.norm(y)
+        step = 0.1 * radius
+        for _ in range(300):
+            slope = C @ best_key(y) - (C + C.T) @ y - b
+            while step > 1e-9 * radius:
+                other = y + step * slope / max(np.linalg.norm(slope), 1e-300)
+                other *= radius / max(np.linalg.norm(other), radius)
+                if lead(other) > lead(y):
+                    y, step = other, 1.5 * step
+                    break
+                step /= 2
+        found = max(found, (lead(y), y, best_key(y)), key=lambda item: item[0])
+    return found
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_input_leads_by_more_and_one_leads_by_as_much(kind, centred):
+    F, G, f = projections(kind)
+    radius, scale = math.sqrt(F.shape[1]), 0.3
+    bound = largest_lead(F, G, f, radius=radius, scale=scale, centred=centred)
+    if centred:  # normed inputs that sum to 0 do not see the means of the rows
+        F, G = F - F.mean(1, keepdims=True), G - G.mean(1, keepdims=True)
+    reached, _, _ = worst_input(F, G, f, radius, scale)
+    assert reached <= bound <= 1.01 * reached + 1e-9
+
+
+def test_the_lead_holds_for_what_a_layer_norm_makes():
+    rng = np.random.default_rng(1)
+    F, G, f = projections("biased", seed=3)
+    norm = torch.nn.LayerNorm(24).double()
+    hidden = torch.from_numpy(rng.normal(size=(400, 24)) * rng.choice([0.01, 1, 100], (400, 1)))
+    y = norm(hidden).detach().numpy()
+    q, k = y @ F.T + f, y @ G.T + rng.normal(size=8)
+    lead = (0.5 * (q @ k.T - (q * k).sum(-1, keepdims=True))).max()
+    bound = largest_lead(F, G, f, radius=math.sqrt(24), scale=0.5, centred=True)
+    assert 0 < lead <= bound
+
+
+def lead_of(G, radius=1.0):
+    F = np.full((2, 3), math.nan)
+    return largest_lead(F, G, radius=radius, scale=1.0, centred=False)
+
+
+def test_what_is_not_finite_has_no_reach():
+    assert reach(0.5, lead_of(np.full((2, 3), math.nan)), tolerance=0.1) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("shape", "radius", "message"),
+    [
+        ((2, 4), 1, r"one shape \[D, n\].* \(2, 3\), \(2, 4\)"),
+        ((2, 3), -1, "radius must be at least 0, got -1"),
+    ],
+)
+def test_bad_projections_are_refused(shape, radius, message):
+    with pytest.raises(ValueError, match=message):
+        lead_of(np.ones(shape), radius=radius)

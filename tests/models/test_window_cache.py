@@ -2,26 +2,20 @@
 
 import copy
 import math
-import os
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from linbias.models.decoder.layout import TokenLayout
 from linbias.models.fused import fuse
-from linbias.models.window_cache import dropped_keys
 from linbias.models.window_cache.cache import WindowCache
 from linbias.models.window_cache.certificate import Settings, Uncertified
 from linbias.models.window_cache.layer import WindowLayer
-from linbias.models.window_cache.ledger import Ledger
 from linbias.models.window_cache.reach import reach_of_weights
-from linbias.streams import Dropped
 from small_models import VOCAB, assert_near, build, build_paper, left_padded, tokens
 from test_models_windows import MODELS, made
 from test_transformers_fused import bloom
@@ -91,7 +85,7 @@ def test_every_family_reads_through_it(name):
 def test_memory_does_not_grow():
     model = quiet()
     ids = words(1, 12_000)
-    cache = WindowCache.for_model(model, TOLERANCE, [[90, 90, 90, 90], [90, 90, 90, 90]])
+    cache = WindowCache.for_model(model, TOLERANCE, 90)
     read(model, ids[:, :4000], cache, [1000] * 4)
     size = cache.num_bytes
     read(model, ids[:, 4000:], cache, [1000] * 8)
@@ -115,112 +109,6 @@ def test_windows_that_are_too_short_are_never_silent():
         read(model, ids, strict, [100] * 18)
 
 
-PARTS_OF_SHORT_WINDOWS = [700, 600, 1, 1, 3, 400, 1, 512, *[1] * 5]
-
-
-def fetching(model: Any, folder: Path | None = None) -> WindowCache:
-    """A cache whose windows are much too short."""
-    return WindowCache.for_model(model, TOLERANCE, 40, on_uncertified="fetch", folder=folder)
-
-
-@pytest.mark.parametrize("in_files", [False, True])
-@pytest.mark.parametrize(("rows", "shared"), [(1, 4), (2, 2)])
-def test_rows_that_miss_something_read_dropped_keys_again(
-    in_files, rows, shared, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(dropped_keys, "_CHUNK", 100)
-    model = quiet(num_key_value_heads=shared)
-    ids = words(rows, sum(PARTS_OF_SHORT_WINDOWS))
-    cache = fetching(model, tmp_path if in_files else None)
-    found = read(model, ids, cache, PARTS_OF_SHORT_WINDOWS)
-    assert_near(found, model(ids).logits, 1e-6)
-    assert cache.uncertified == 0 < cache.fetched
-    assert cache.largest_dropped <= TOLERANCE / 2
-    files = list(tmp_path.rglob("*.safetensors"))
-    assert bool(files) == in_files
-    for layer in cache.layers:  # no more is kept than the weights let any query need, and a file
-        assert all(d.num_keys <= d.reach + 1200 for d in layer.settings.dropped)
-    cache.batch_select_indices(torch.tensor([rows - 1, 0]))
-    again = torch.cat([ids[[rows - 1, 0]], words(2, 9)], 1)
-    found = model(again[:, -9:], past_key_values=cache).logits
-    assert_near(found, model(again).logits[:, -9:], 1e-6)
-    cache.reset()
-    assert not list(tmp_path.rglob("*.safetensors"))
-    del cache
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(dropped_keys, "_CHUNK", 100)
-    model, ids = quiet(), words(1, sum(PARTS_OF_SHORT_WINDOWS))
-    cache = fetching(model, tmp_path)
-    written = 0
-
-    def fail_later(tensors: dict[str, Tensor], path: Path) -> None:
-        nonlocal written
-        written += 1
-        if written > 9:
-            path.write_bytes(b"half of it")
-            raise OSError(28, "No space left on device")
-        save_file(tensors, path)
-
-    monkeypatch.setattr(dropped_keys, "save_file", fail_later)
-    said = r"room for dropped keys, got .*No space.*: those of head \d-\d"
-    with pytest.warns(UserWarning, match=said):
-        found = read(model, ids, cache, PARTS_OF_SHORT_WINDOWS)
-    assert_near(found, model(ids).logits, 1e-6)
-    assert cache.uncertified == 0 and not list(tmp_path.rglob("*.part"))
-
-
-@pytest.mark.parametrize("what", ["keys", "values"])
-def test_a_lost_key_that_is_not_finite_is_never_passed_over(what, monkeypatch):
-    """It lies beyond the reach, where a finite one, or what is not read, weighs nothing."""
-    monkeypatch.setattr(dropped_keys, "_CHUNK", 100)
-    gone = [dropped_keys.DroppedKeys(20.0, None, "")]
-    layer = WindowLayer(Settings([20.0], [8.0], 1e-3, "fetch", gone))
-    spoiled = torch.randn(1, 1, 512, 8)
-    spoiled[0, 0, 3] = math.nan
-    step(layer, 512, **{what: spoiled})
-    for count in (500, 700, 500):
-        step(layer, count)
-    assert gone[0].lost_infinite
-    before = layer.uncertified
-    assert before > 0
-    step(layer, 5)
-    assert layer.uncertified == before + (5 if what == "keys" else 0)
-    layer.reset()
-    for count in (512, 500, 700, 500):
-        step(layer, count)
-    assert layer.uncertified == 0 < layer.fetched and not gone[0].lost_infinite
-
-
-def test_dropped_keys_reach_as_far_as_they_must_and_no_farther(tmp_path, monkeypatch):
-    monkeypatch.setattr(dropped_keys, "_CHUNK", 30)
-    gone, keys = dropped_keys.DroppedKeys(100.0, tmp_path, ""), torch.randn(2, 300, 4)
-    for start in range(0, 300, 10):
-        gone.append(keys[:, start : start + 10], -keys[:, start : start + 10])
-        found = gone.read(keys.device)
-        assert min(100, start + 10) <= gone.num_keys == found[0].shape[1] < 100 + 30
-        expected = keys[:, : start + 10][:, -gone.num_keys :]
-        assert torch.equal(found[0], expected) and torch.equal(found[1], -expected)
-        assert len(list(tmp_path.iterdir())) <= 4
-    gone.clear()
-    assert gone.num_keys == 0 and not list(tmp_path.iterdir())
-
-
-def test_dropped_keys_follow_two_selections(tmp_path, monkeypatch):
-    """Of rows that lie in files, which stay as they are, and of rows that do not."""
-    monkeypatch.setattr(dropped_keys, "_CHUNK", 30)
-    gone, keys = dropped_keys.DroppedKeys(math.inf, tmp_path, ""), torch.randn(3, 70, 4)
-    for start in (0, 30, 60):
-        gone.append(keys[:, start : start + 30], -keys[:, start : start + 30])
-    assert len(list(tmp_path.iterdir())) == 2
-    gone.select(torch.tensor([2, 0, 0]))
-    gone.select(torch.tensor([1, 0]))
-    found = gone.read(keys.device)
-    assert torch.equal(found[0], keys[[0, 2]]) and torch.equal(found[1], -keys[[0, 2]])
-
-
 def pickled(cache: Any) -> Any:
     return pickle.loads(pickle.dumps(cache))
 
@@ -237,66 +125,6 @@ def test_a_copy_goes_its_own_way(made_copy):
     found = read(model, mine, other, [1, 1, 698]), read(model, ids[:, 1300:], cache, [1, 1, 98])
     for logits, end in zip(found, (mine, ids[:, 1300:]), strict=True):
         assert_near(logits, model(torch.cat([ids[:, :1300], end], 1)).logits[:, 1300:], 1e-6)
-
-
-def test_a_cache_with_files_is_not_pickled(tmp_path):
-    cache = fetching(quiet(num_hidden_layers=1), tmp_path)
-    with pytest.raises(ValueError, match="folder must be None for a cache that is pickled, got"):
-        pickle.dumps(cache)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, where a test has loaded it
-def test_a_fork_deletes_nothing_of_its_parent(tmp_path):
-    file = tmp_path / "keys"
-    file.write_bytes(b"keys")
-    owned = [dropped_keys.Owned(file)]
-    child = os.fork()
-    if child == 0:
-        owned.clear()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert file.exists()
-    owned.clear()
-    assert not file.exists()
-
-
-@pytest.mark.parametrize("scale", [0.3, -0.3])
-def test_the_ledger_is_that_of_the_idea(scale):
-    rng = np.random.default_rng(0)
-    slopes, center = [0.5, 0.1, 0.03, 0.004], rng.normal(size=(2, 2, 8))
-    ledger = Ledger(torch.tensor(slopes), scale, torch.from_numpy(center))
-    keys, q = rng.normal(size=(2, 2, 50, 8)), rng.normal(size=(2, 4, 3, 8))
-    q[0, 0, 0] *= 1e4  # beyond the grid
-    lse = rng.normal(size=(2, 4, 3))
-    for counts, later in (([20, 0], 0), ([10, 30], 0), ([20, 20], 2000)):
-        at = list(ledger.count)
-        new = [keys[:, g, at[g] : at[g] + n] for g, n in enumerate(counts)]
-        oldest = [start + later for start in at]
-        ledger.add(torch.from_numpy(np.concatenate(new, axis=1)), counts, oldest, None)
-    rows = np.array([2060, 2061, 4000])
-    found = ledger.bound(*map(torch.from_numpy, (q, lse, rows)))
-    for b, h in np.ndindex(2, 4):
-        gone = Dropped(float(np.float32(slopes[h])), center[b, h // 2], scale=scale)
-        gone.add(keys[b, h // 2, :30], 0)
-        gone.add(keys[b, h // 2, 30:], 2030)
-        expected = gone.bound(q[b, h], lse[b, h], rows)
-        np.testing.assert_allclose(found[b, h], expected, rtol=1e-9)
-
-
-def test_the_ledger_never_passes_what_is_not_finite():
-    ledger = Ledger(torch.tensor([0.25]), 0.3, torch.zeros(1, 1, 4))
-    rows = torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1), torch.tensor([10_000])
-    assert ledger.bound(rows[0] * math.nan, *rows[1:]) == -math.inf  # nothing was dropped
-    keys = torch.ones(1, 5, 4)
-    keys[0, 2, 1] = math.nan
-    ledger.add(keys, [5], [0], None)
-    assert ledger.bound(*rows) == math.inf
-    usual = Ledger(torch.tensor([0.25]), 0.3, torch.zeros(1, 1, 4))
-    usual.add(torch.ones(1, 5, 4), [5], [0], None)
-    assert not (usual.bound(rows[0] * math.nan, *rows[1:]) <= 0).any()
-    assert not (usual.bound(rows[0], rows[1] * math.nan, rows[2]) <= 0).any()
 
 
 WAYS = {
@@ -349,11 +177,9 @@ def test_rows_that_are_not_finite_are_counted():
     assert layer.largest_dropped == math.inf
 
 
-def step(
-    layer: WindowLayer, tokens: int, keys: Tensor | None = None, values: Tensor | None = None
-) -> None:
+def step(layer: WindowLayer, tokens: int, keys: Tensor | None = None) -> None:
     q, k, v = torch.randn(3, 1, 1, tokens, 8)
-    k, v = k if keys is None else keys, v if values is None else values
+    k = k if keys is None else keys
     layout = TokenLayout(torch.zeros(1, 1, dtype=torch.int64))
     layer.attend(q, k, v, torch.tensor([2.0**-12]), None, layout)
 
@@ -378,28 +204,13 @@ def test_the_weights_do_not_vouch_for_keys_that_are_not_finite():
     assert layer.ledger is not None and layer.uncertified == 1
 
 
-def test_padding_weighs_nothing():
-    keys = torch.ones(2, 6, 4)
-    keys[1, :3] = math.nan
-    ledger = Ledger(torch.tensor([0.25]), 0.3, torch.zeros(2, 1, 4))
-    ledger.add(keys, [6], [0], torch.tensor([0, 3]))
-    bound = ledger.bound(torch.ones(2, 1, 1, 4), torch.zeros(2, 1, 1), torch.tensor([9]))
-    assert bound[1] < bound[0] < math.inf
-    without = Ledger(torch.tensor([0.25]), 0.3, torch.zeros(1, 1, 4))
-    without.add(keys[1:, 3:], [3], [3], None)
-    rows = torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1), torch.tensor([9])
-    torch.testing.assert_close(without.bound(*rows), bound[1:])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tolerance": 1e-30}, r"tolerance must be in \[1.11e-16, 1\) for .*float64, got 1e-30"),
         ({"tolerance": 1.5}, "tolerance must be in"),
-        ({"windows": "all"}, "windows must be 'adaptive', 'weights' or numbers, got 'all'"),
-        ({"windows": [[8] * 4]}, r"each of 2 layers and 4 key/value heads, got \[4\]"),
-        ({"windows": 0}, "windows must be at least 1, got 0"),
-        ({"folder": "/tmp"}, "folder must be left out unless .* is 'fetch', got /tmp"),
+        ({"windows": "all"}, "must be 'adaptive', 'weights' or an integer of at least 1, got 'al"),
+        ({"windows": 0}, "windows must be .* an integer of at least 1, got 0"),
         ({"on_uncertified": "ignore"}, "on_uncertified must be one of .*got 'ignore'"),
     ],
 )
@@ -426,6 +237,8 @@ def test_calls_that_it_cannot_serve_are_refused():
         model(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="output_attentions must be off"):
         model(ids, past_key_values=cache, output_attentions=True)
+    with pytest.raises(ValueError, match=r"unbroken run .*, got a mask \[B, 1, T, S\]"):
+        model(ids, torch.ones(9, 9).tril()[None, None] == 1, past_key_values=cache)
     with pytest.raises(ValueError, match="padding must come before"):
         model(ids, torch.tensor([[1] * 9, [1] * 5 + [0] * 4]), past_key_values=cache)
     model(ids, past_key_values=cache)

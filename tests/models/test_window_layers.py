@@ -3,9 +3,7 @@
 import copy
 import math
 import pickle
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,7 +14,6 @@ from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
-    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -26,10 +23,9 @@ from torch import Tensor
 from linbias.models.decoder.cache import GrowingLayer
 from linbias.models.decoder.layout import TokenLayout
 from linbias.models.decoder.rows import Rows
-from linbias.models.window_cache import certificate, dropped_keys, near_keys, pool
+from linbias.models.window_cache import certificate, near_keys, pool
 from linbias.models.window_cache import layer as window_layer
 from linbias.models.window_cache.certificate import Settings
-from linbias.models.window_cache.dropped_keys import DroppedKeys
 from linbias.models.window_cache.layer import WindowLayer
 from linbias.near_to_far import reach
 from linbias.torch import attention
@@ -103,11 +99,9 @@ class Reader:
         return other
 
 
-def reader(slopes, windows=None, on_uncertified="count", tolerance=TOLERANCE) -> Reader:
+def reader(slopes, windows=None, tolerance=TOLERANCE) -> Reader:
     """Of heads that share nothing, and whose weights promise nothing."""
-    caps = [math.inf] * len(slopes)
-    dropped = [DroppedKeys(math.inf, None, "") for _ in caps] if on_uncertified == "fetch" else []
-    settings = Settings(caps, windows, tolerance, on_uncertified, dropped)
+    settings = Settings([math.inf] * len(slopes), windows, tolerance, "count")
     return Reader(WindowLayer(settings), slopes)
 
 
@@ -155,15 +149,14 @@ def test_dropped_keys_may_weigh_half_of_the_tolerance():
     assert after_a_step(2.025 * most).uncertified == 0
 
 
-@pytest.mark.parametrize("on_uncertified", ["count", "fetch"])
-def test_a_reset_layer_knows_nothing_of_what_it_read(on_uncertified):
-    one = reader([0.001], windows=[8.0], on_uncertified=on_uncertified)
+def test_a_reset_layer_knows_nothing_of_what_it_read():
+    one = reader([0.001], windows=[8.0])
     one.first = torch.tensor([50])
     for count in (100, 500, 1):
         one.read(one.tokens(1, count))
-    assert one.layer.uncertified + one.layer.fetched > 0
+    assert one.layer.uncertified > 0
     one.reset()
-    assert (one.layer.uncertified, one.layer.fetched) == (0, 0)
+    assert one.layer.uncertified == 0
     assert one.layer.largest_dropped == -math.inf
     assert one.read(one.tokens(1, 100)) < 1e-12
 
@@ -175,14 +168,6 @@ def test_padding_goes_where_its_rows_go():
         one.read(one.tokens(2, count))
     one.select(torch.tensor([1, 0]))
     assert one.read(one.tokens(2, 1), says_padding=False) < 1e-12
-
-
-def test_padding_is_not_fetched():
-    one = reader([0.001], windows=[8.0], on_uncertified="fetch")
-    one.first = torch.tensor([40])
-    for count in (100, 500, 500, 400):
-        assert one.read(one.tokens(1, count)) < 1e-12
-    assert one.layer.fetched > 0
 
 
 def test_tokens_that_were_taken_back_leave_no_trace():
@@ -238,28 +223,20 @@ class Orders(RuleBasedStateMachine):
         slopes=st.lists(st.sampled_from((0.5, 0.1, 0.02, 0.0)), min_size=2, max_size=2),
         shared=st.booleans(),
         windows=st.sampled_from((None, 4.0, 30.0)),
-        kept=st.sampled_from(("nowhere", "memory", "files")),
         is_bounded=st.booleans(),
         **PROMPTS,
     )
-    def begin(self, seed, slopes, shared, windows, kept, is_bounded, rows, count, padding):
+    def begin(self, seed, slopes, shared, windows, is_bounded, rows, count, padding):
         torch.manual_seed(seed)
-        self.folder = tempfile.TemporaryDirectory()
-        self.files: dict[Path, tuple[int, int]] = {}
-        self.kept, self.is_bounded = kept, is_bounded
+        self.is_bounded = is_bounded
         heads = 1 if shared else 2
         caps = [math.inf] * heads
         if is_bounded:  # queries and keys of length 1 at most
             lead = 2 * SIZE**-0.5
             found = reach(slopes, lead, tolerance=TOLERANCE / 2)
             caps = np.ceil(found).reshape(heads, -1).max(1).tolist()
-        dropped = []
-        if kept != "nowhere":
-            folder = Path(self.folder.name) if kept == "files" else None
-            dropped = [DroppedKeys(cap, folder, str(g)) for g, cap in enumerate(caps)]
-        policy = "count" if kept == "nowhere" else "fetch"
         fixed = windows and [windows] * heads
-        layer = WindowLayer(Settings(caps, fixed, TOLERANCE, policy, dropped))
+        layer = WindowLayer(Settings(caps, fixed, TOLERANCE, "count"))
         self.readers = [Reader(layer, slopes)]
         self._begin_text(self.readers[0], rows, count, padding)
 
@@ -276,8 +253,6 @@ class Orders(RuleBasedStateMachine):
         if self.is_bounded:
             q, k = (x / x.norm(dim=-1, keepdim=True).clamp(min=1.0) for x in (q, k))
         one.read((q, k, v), says_padding)
-        if self.kept != "nowhere":
-            assert one.missed == 0 == one.layer.uncertified
 
     @rule(
         number=NUMBER,
@@ -334,8 +309,7 @@ class Orders(RuleBasedStateMachine):
     @precondition(lambda self: len(self.readers) < 3)
     @rule(number=NUMBER, how=st.sampled_from(list(COPIES)))
     def copy(self, number, how):
-        if not (how == "pickle" and self.kept == "files"):
-            self.readers.append(self.one(number).copied(COPIES[how]))
+        self.readers.append(self.one(number).copied(COPIES[how]))
 
     @precondition(lambda self: len(self.readers) > 1)
     @rule(number=NUMBER)
@@ -346,29 +320,16 @@ class Orders(RuleBasedStateMachine):
     def reset(self, number, rows, count, padding):
         one = self.one(number)
         one.reset()
-        assert one.layer.uncertified == one.layer.fetched == 0
+        assert one.layer.uncertified == 0
         self._begin_text(one, rows, count, padding)
 
-    @invariant()
-    def no_file_is_written_twice(self):
-        for path in Path(self.folder.name).iterdir():
-            found = path.stat()
-            seen = found.st_ino, found.st_mtime_ns
-            assert self.files.setdefault(path, seen) == seen
-
     def teardown(self):
-        if hasattr(self, "readers"):
-            for one in self.readers:
-                assert one.missed <= one.layer.uncertified
-            self.readers.clear()
-            del one
-            assert not list(Path(self.folder.name).iterdir())
-            self.folder.cleanup()
+        for one in getattr(self, "readers", ()):
+            assert one.missed <= one.layer.uncertified
 
 
 @pytest.mark.parametrize("examples", [10, pytest.param(200, marks=pytest.mark.thorough)])
 def test_whatever_is_asked_of_it_in_whatever_order(examples, monkeypatch):
-    monkeypatch.setattr(dropped_keys, "_CHUNK", 16)
     for module in (window_layer, pool, near_keys, certificate):
         for name in SMALL.keys() & vars(module):
             monkeypatch.setattr(module, name, SMALL[name])

@@ -66,7 +66,6 @@ def load(
             made for; an encoder without a head.
         device: None: the first CUDA device, or else the CPU.
         dtype: Of the weights, as such or by name; None: as they are stored.
-            `torch_dtype` is its former name.
         new_head: Start what a task adds to the model from fresh weights if the folder lacks it.
         changes: For BLOOM, Falcon and MPT options of `fuse`, such as rounding; else, and beside
             them, fields of the configuration, such as slope_scale, num_labels and hidden_dropout.
@@ -90,7 +89,7 @@ def load(
     """
     if task is not None and task not in TASKS:
         raise ValueError(f"load: task must be one of {TASKS}, got {task!r}")
-    dtype = _as_dtype(dtype, changes.pop("torch_dtype", None))
+    dtype = _as_dtype(dtype)
     files = Files.at("load", folder)
     with one_error("load", files.name), no_bars():
         model = _load(files, task, dtype, new_head, changes)
@@ -253,11 +252,8 @@ def _check_numbers(model: PreTrainedModel) -> None:
                 raise ValueError(f"{name} must hold finite numbers, got {kind}")
 
 
-def _as_dtype(dtype: torch.dtype | str | None, former: Any) -> torch.dtype | None:
-    """The dtype that is asked for, perhaps by its former name; None for the stored one."""
-    if None not in (dtype, former):
-        raise ValueError(f"load: dtype must be given once, got torch_dtype={former} beside it")
-    asked = former if dtype is None else dtype
+def _as_dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that is asked for; None for the stored one."""
     found = getattr(torch, asked, asked) if isinstance(asked, str) else asked
     if found is None or asked == "auto":
         return None
@@ -269,6 +265,7 @@ def _as_dtype(dtype: torch.dtype | str | None, former: Any) -> torch.dtype | Non
 _DOWNLOAD = "give the folder that huggingface_hub.snapshot_download returns, which takes it"
 # What from_pretrained of Transformers takes, and what to do instead.
 _INSTEAD = {
+    "torch_dtype": "say dtype",
     "device_map": "device= names one device, and accelerate.dispatch_model spreads a loaded model",
     "trust_remote_code": "leave it out: no code of a folder is ever run",
     "low_cpu_mem_usage": "leave it out: weights are read without a copy",

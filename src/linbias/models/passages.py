@@ -1,12 +1,11 @@
 """`embed`: vectors of whole documents and of their passages, on top of sentence-transformers.
 
-sentence-transformers has the model, the tokenizer, the batches and the several processes. Here is
-what it has not: a document is read whole, and its passages are means over the tokens of that one
-pass, each of which has seen all of the document ("late chunking").
+sentence-transformers has the model, the tokenizer and the batches. Here is what it has not: a
+document is read whole, and its passages are means over the tokens of that one pass, each of which
+has seen all of the document ("late chunking").
 """
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, pairwise
 from operator import index
 from pathlib import Path
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 Span = tuple[int, int]  # first and one past the last
-Spans = str | int | Callable[[str], Iterable[Span]] | Sequence[Iterable[Span]]
+Spans = int | Callable[[str], Iterable[Span]] | Sequence[Iterable[Span]]
 
 
 class Embedded(NamedTuple):
@@ -44,7 +43,7 @@ def embed(
     max_length: int | None = None,
     normalize: bool = False,
     batch_size: int = 8,
-    device: str | list[str] | None = None,
+    device: str | None = None,
     progress: bool = False,
 ) -> list[Embedded]:
     """Turn documents, and spans of them, into vectors with an ALiBi encoder.
@@ -60,15 +59,15 @@ def embed(
         model: A `SentenceTransformer` of an encoder of linbias, or the folder of one, as `convert`
             writes it.
         documents: Texts.
-        spans: "sentences", which end at . ! ? before white space, unless a small letter follows,
-            at those of other scripts, and before an empty line; a number: of so many tokens each,
-            the last of a document perhaps of fewer; a function from a text to its pairs; the pairs
-            themselves, for each document; or None.
+        spans: A number: of so many tokens each, the last of a document perhaps of fewer; a
+            function from a text to its pairs, such as the `span_tokenize` of NLTK's sentence
+            tokenizers; the pairs themselves, for each document; or None.
         max_length: Read at most so many tokens of each document; None: all. What is not read is
             not split either.
         normalize: Divide each vector by its Euclidean norm.
         batch_size: Documents of like length that share a forward pass.
-        device: As for `SentenceTransformer.encode`; a list starts a process on each.
+        device: As for `SentenceTransformer.encode`. For several processes there is
+            `examples/embed_many.py`.
         progress: Show the bars of sentence-transformers.
 
     Returns:
@@ -90,9 +89,9 @@ def embed(
         >>> folder = tempfile.mkdtemp()
         >>> LinbiasBertModel(LinbiasBertConfig(vocab_size=256, **sizes)).save_pretrained(folder)
         >>> byte_tokenizer().save(folder)
-        >>> near, far = embed(folder, ["So near. So far away.", "far"], spans="sentences")
+        >>> near, far = embed(folder, ["So near. So far away.", "far"], spans=12)
         >>> near.vector.shape, near.spans, near.span_vectors.shape, far.num_tokens
-        ((32,), ((0, 8), (9, 21)), (2, 32), 3)
+        ((32,), ((0, 12), (12, 21)), (2, 32), 3)
 
     Source of late chunking: Guenther et al., arXiv 2409.04701.
     """
@@ -108,22 +107,13 @@ def embed(
     cut = {"truncation": max_length is not None, "max_length": max_length}
     text = {"return_offsets_mapping": True, **cut}
     options: dict[str, Any] = {"batch_size": batch_size, "show_progress_bar": progress}
-    pool = encoder.start_multi_process_pool(device) if isinstance(device, list) else None
-    options |= {"device": device} if pool is None else {"pool": pool}
-    # Token embeddings are large: those of a few batches at a time.
-    group = 4 * batch_size * (1 if pool is None else len(pool["processes"]))
+    options |= {"device": device, "output_value": None, "processing_kwargs": {"text": text}}
+    group = 4 * batch_size  # token embeddings are large: those of a few batches at a time
     made: list[Embedded] = []
-    try:
-        for first in range(0, len(documents), group):
-            some = list(documents[first : first + group])
-            outputs = encoder.encode(
-                some, output_value=None, processing_kwargs={"text": text}, **options
-            )
-            for words, output in zip(some, outputs, strict=True):
-                made.append(_embedded(output, words, len(made), spans, max_length, normalize))
-    finally:
-        if pool is not None:
-            encoder.stop_multi_process_pool(pool)
+    for first in range(0, len(documents), group):
+        some = list(documents[first : first + group])
+        for words, output in zip(some, encoder.encode(some, **options), strict=True):
+            made.append(_embedded(output, words, len(made), spans, max_length, normalize))
     return made
 
 
@@ -189,7 +179,6 @@ def _embedded(
 
 def _checked_spans(spans: Any, documents: Sequence[str]) -> Any:
     """Check what can be checked before there are tokens; pairs become lists."""
-    ways = "'sentences', a number of tokens, a function of a text, or pairs for each document"
     if isinstance(spans, int) and not isinstance(spans, bool):
         if spans < 1:
             raise ValueError(f"embed: spans must be at least 1 token, got {spans}")
@@ -198,10 +187,9 @@ def _checked_spans(spans: Any, documents: Sequence[str]) -> Any:
             got = f"got those of {len(spans):,}"
             raise ValueError(f"embed: spans must be of all {len(documents):,} documents, {got}")
         return [_checked(pairs, i, (0, len(documents[i]))) for i, pairs in enumerate(spans)]
-    elif spans != "sentences" and not callable(spans):
-        raise (ValueError if isinstance(spans, str) else TypeError)(
-            f"embed: spans must be {ways}, got {spans!r}"
-        )
+    elif not callable(spans):
+        ways = "a number of tokens, a function of a text, or pairs for each document"
+        raise TypeError(f"embed: spans must be {ways}, got {spans!r}")
     return spans
 
 
@@ -219,8 +207,8 @@ def _find(
         found = list(pairwise([*starts[::spans].tolist(), read[1]]))
     else:
         part = text[read[0] : read[1]]
-        pairs = sentences(part) if spans == "sentences" else spans(part)
-        found = [(a + read[0], b + read[0]) for a, b in _checked(pairs, number, (0, len(part)))]
+        pairs = _checked(spans(part), number, (0, len(part)))
+        found = [(a + read[0], b + read[0]) for a, b in pairs]
     first = np.searchsorted(ends, [begin for begin, _ in found], side="right")
     end = np.searchsorted(starts, [end for _, end in found], side="left")
     holds = first < end
@@ -250,33 +238,3 @@ def _checked(pairs: Any, number: int, read: Span) -> list[Span]:
     if not spans:
         raise ValueError(f"embed: spans must be at least one, got none {of}")
     return spans
-
-
-# Full stops, and what may close a quotation behind them. Behind a single letter or digit a stop
-# belongs to it ("J. S. Bach", "1. First"). The + that never give back keep the search linear.
-_SENTENCE_END = re.compile(
-    r"""(?<![.!?\u2026\u061f\u06d4\u0964\u0965])
-        (?:(?<!\b\w)\.|[!?\u2026\u061f\u06d4\u0964\u0965])
-        [.!?\u2026\u061f\u06d4\u0964\u0965]*+ ["'\u2019\u201d\u00bb)\]]*+ (?P<space>\s++) (?=\S)
-      | [\u3002\uff01\uff1f\uff61]++ ["'\u2019\u201d\u300d\u300f\uff09)]*+ \s*+
-      | \n[^\S\n]*+\n\s*+""",
-    re.VERBOSE,
-)
-
-
-def sentences(text: str) -> Iterator[Span]:
-    """The sentences of a text, without the white space around them."""
-    begin = 0
-    for end in _SENTENCE_END.finditer(text):
-        space = end["space"]
-        if not (space and space.count("\n") < 2 and text[end.end()].islower()):
-            yield from _trimmed(text, begin, end.end())
-            begin = end.end()
-    yield from _trimmed(text, begin, len(text))
-
-
-def _trimmed(text: str, begin: int, end: int) -> Iterator[Span]:
-    part = text[begin:end].rstrip()
-    words = part.lstrip()
-    if words:
-        yield begin + len(part) - len(words), begin + len(part)

@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from linbias.models.decoder import decoder
-from linbias.models.decoder.cache import CACHE, takes_cache
+from linbias.models.decoder.cache import CACHE
 from linbias.models.decoder.positions import T5, Position, make_position
-from linbias.models.decoder.text_marks import takes_marks
 from linbias.paper.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from linbias.paper.config import PaperConfig
 
@@ -136,24 +134,17 @@ class PaperForCausalLM(PaperPreTrainedModel, decoder.CausalGenerationMixin):
             "(the tokenizer has <pad>)"
         )
 
-    @takes_marks
-    @takes_cache
     @can_return_tuple
+    @decoder.reads_as(decoder.Decoder.forward)
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
+        *inputs: Any,
         labels: Tensor | None = None,
         targets: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         token_type_ids: Tensor | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
+        **named: Any,
     ) -> CausalLMOutputWithPast:
         """Return log-probabilities or, given labels[:, t + 1] or the original's targets[:, t] to
         score tokens [:, t] on, the mean loss in nats.
@@ -162,19 +153,10 @@ class PaperForCausalLM(PaperPreTrainedModel, decoder.CausalGenerationMixin):
             raise ValueError("PaperForCausalLM: give either labels or targets, and not both")
         if labels is not None:
             targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
-        is_whole = any(decoder.asked(self.config, output_attentions, output_hidden_states))
-        outputs = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            keep=0 if targets is not None or is_whole else logits_to_keep,
-            return_dict=True,
-        )
+        wanted = (named.get(name) for name in ("output_attentions", "output_hidden_states"))
+        is_whole = targets is not None or any(decoder.asked(self.config, *wanted))
+        named["keep"] = 0 if is_whole else logits_to_keep
+        outputs = self.model(*inputs, **named, return_dict=True)
         loss, logits = None, None
         if targets is None:
             hidden = outputs.last_hidden_state[:, -logits_to_keep:]

@@ -5,6 +5,8 @@ modules as the family's weights are named: `linbias.py`, `baichuan.py`,
 `paper/model.py`.
 """
 
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from typing import Any, ClassVar, Self
@@ -20,15 +22,16 @@ from transformers.utils import can_return_tuple
 
 from linbias.models.decoder.attend import How, Steps, attend
 from linbias.models.decoder.cache import CACHE, attending_layer, takes_cache, use_growing_layers
-from linbias.models.decoder.full_mask import is_full, read_full_mask
 from linbias.models.decoder.layout import (
     TokenLayout,
     check_room,
     fill_room,
+    is_full,
     read_attention_mask,
+    read_full_mask,
+    takes_marks,
 )
 from linbias.models.decoder.positions import Position, Stepped
-from linbias.models.decoder.text_marks import takes_marks
 
 
 class SelfAttention(nn.Module):
@@ -227,6 +230,7 @@ class Decoder(DecoderPreTrainedModel):
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
+        *,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -239,11 +243,12 @@ class Decoder(DecoderPreTrainedModel):
             attention_mask: [B, S], S = cached + T; zero marks padding, also between tokens (a
                 hole), where it takes up no distance, but in Baichuan, whose own code
                 counts it. None means no padding. Or [1 or B, 1, T, S], which tokens each new one
-                sees, as of draft trees: True, or 0 beside -inf (`full_mask`).
+                sees, as of draft trees: True, or 0 beside -inf (`read_full_mask`).
             position_ids: [1 or B, T], the number of each token in its text. Numbers that start
                 anew mark several texts in one row, as `DataCollatorWithFlattening` packs them:
                 none sees another, and there is no cache. None: counted from the first token. What
-                marks texts beside it, such as cu_seq_lens_q, must say the same (`text_marks`).
+                marks texts beside it, such as cu_seq_lens_q, is not read. Beside a full mask
+                [1 or B, S], where the cached tokens stand as well.
             past_key_values: A growing or static cache of earlier tokens. It is extended in place.
             inputs_embeds: [B, T, hidden_size], what `embed_tokens` would return, in place of ids.
             use_cache: Make and return a cache. None means config.use_cache, but never while
@@ -362,20 +367,41 @@ def asked(
     )
 
 
+Forward = Callable[..., Any]
+
+
+def reads_as(body: Forward) -> Callable[[Forward], Forward]:
+    """Show the arguments of a body's forward in that of a model with a head, which passes
+    *inputs and **named on: Trainer and `generate` look there for what a model takes.
+    """
+
+    def with_arguments(forward: Forward) -> Forward:
+        taken = inspect.signature(body).parameters | inspect.signature(forward).parameters
+        shown = [x for x in taken.values() if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
+        shown.sort(key=lambda parameter: parameter.kind)
+        forward.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        return forward
+
+    return with_arguments
+
+
 def predict(
-    model: Any, labels: Tensor | None, how: dict[str, Any], keep: int = 0, **inputs: Any
+    model: Any,
+    inputs: tuple[Any, ...],
+    named: dict[str, Any],
+    labels: Tensor | None,
+    keep: int = 0,
+    **how: Any,
 ) -> dict[str, Any]:
     """What a model with a head returns: loss, logits of the last `keep` tokens, and what its body
-    does.
+    does with inputs and named ones.
 
     Logits are at least float32; `how` goes to the loss function; `keep` = 0 means all.
     """
-    wanted = asked(
-        model.config, inputs.get("output_attentions"), inputs.get("output_hidden_states")
-    )
-    if keep and not any(wanted):  # which come for all tokens
-        inputs["keep"] = keep
-    outputs = dict(model.model(**inputs, return_dict=True).items())
+    wanted = (named.get(name) for name in ("output_attentions", "output_hidden_states"))
+    if keep and not any(asked(model.config, *wanted)):  # which come for all tokens
+        named["keep"] = keep
+    outputs = dict(model.model(*inputs, **named, return_dict=True).items())
     logits = model.lm_head(outputs.pop("last_hidden_state")[:, -keep:])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = None

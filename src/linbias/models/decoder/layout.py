@@ -13,7 +13,8 @@ T = 5 tokens, none cached:
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from functools import wraps
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,26 +24,7 @@ from transformers import Cache
 
 from linbias.models.decoder.rows import Rows, find_texts
 from linbias.torch.operators.values import readable
-from linbias.torch.shard import shard_here
-
-
-class FullMask(NamedTuple):
-    """Who sees whom, and where all stand, of a call with an attention_mask [B, 1, T, S]."""
-
-    seen: Tensor  # [B, T, S]: whether a new token sees a key
-    queries: Tensor  # [B, T]: where the new tokens stand
-    keys: Tensor  # [B, S]: where all tokens stand
-
-    @property
-    def distances(self) -> Tensor:
-        """[B, T, S]: how far each key lies before each query."""
-        return self.queries[..., None] - self.keys[:, None]
-
-    @property
-    def key_range(self) -> Tensor:
-        """[B, 2]: the range of keys that the longest branch of each row would have alone."""
-        length = self.queries.amax(-1, keepdim=True) + 1
-        return torch.cat([torch.zeros_like(length), length], dim=-1)
+from linbias.torch.shard import refuse_shard, shard_here
 
 
 @dataclass(frozen=True)
@@ -57,7 +39,8 @@ class TokenLayout:
     # The new tokens, and all beside a cache: a pair of records for each batch of texts.
     queries: tuple[Rows, ...] = (Rows(),)
     keys: tuple[Rows, ...] = (Rows(),)
-    full_mask: FullMask | None = None  # in the place of all that says what is seen
+    # Of a full mask, [1 or B, T, S]: how far each key lies before a new token; hidden ones: -1.
+    distances: Tensor | None = None
     need_weights: bool = False
     ndim: ClassVar[int] = 0  # models look whether a mask has two or four axes: neither
 
@@ -65,7 +48,7 @@ class TokenLayout:
     def are_last(self) -> bool:
         """Whether the new tokens stand behind all others, none of which is padding."""
         rows = self.keys[0]
-        return self.full_mask is None and rows.span is None and rows.places is None
+        return self.distances is None and rows.span is None and rows.places is None
 
     @property
     def is_packed(self) -> bool:
@@ -74,16 +57,15 @@ class TokenLayout:
 
     def last_queries(self, count: int) -> "TokenLayout":
         """The same for the last `count` new tokens alone; the keys stay. Not of packed rows."""
-        T, full = self.positions.shape[1], self.full_mask
+        T, distances = self.positions.shape[1], self.distances
         if count == T:
             return self
-        if full is not None:
-            full = full._replace(
-                seen=full.seen[:, T - count :], queries=full.queries[:, T - count :]
-            )
-        queries = (self.queries[0].last(count, T),)
-        positions = self.positions[:, T - count :]
-        return replace(self, positions=positions, queries=queries, full_mask=full)
+        return replace(
+            self,
+            positions=self.positions[:, T - count :],
+            queries=(self.queries[0].last(count, T),),
+            distances=None if distances is None else distances[:, T - count :],
+        )
 
     def pack(self, x: Tensor) -> Tensor:
         """Leave padding out: [N, ...] of x [B, T, ...]; but not in graphs, nor without padding."""
@@ -129,20 +111,40 @@ def fill_room(attention_mask: Tensor | None, cache: Cache) -> Tensor | None:
     return pad(attention_mask, (0, room - attention_mask.shape[1]))
 
 
-def check_integers(caller: str, name: str, x: Any) -> None:
-    """Check that an argument is a tensor of integers."""
+# What `DataCollatorWithFlattening` hands to models beside `position_ids`, which say it all.
+MARKS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def without_marks(caller: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The named arguments of a call but for `MARKS`, which are not read."""
+    marks = [name for name in MARKS if given.get(name) is not None]
+    if marks and given.get("position_ids") is None:
+        raise ValueError(
+            f"{caller}: position_ids must be given by name beside {marks[0]}, since they alone "
+            "say where the texts of a packed row start, got None"
+        )
+    return {name: x for name, x in given.items() if name not in MARKS}
+
+
+def takes_marks(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a forward that has an argument `position_ids` take `MARKS` too."""
+
+    @wraps(forward)
+    def with_marks(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **without_marks(type(self).__name__, kwargs))
+
+    return with_marks
+
+
+def check_position_ids(caller: str, x: Any, B: int, T: int) -> None:
+    """Check that there is an integer for each of T tokens, of all rows or for all."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{caller}: {name} must be a tensor, got {type(x).__name__}")
+        raise TypeError(f"{caller}: position_ids must be a tensor, got {type(x).__name__}")
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise TypeError(f"{caller}: {name} must hold integers, got {x.dtype}")
-
-
-def check_of_tokens(caller: str, name: str, x: Any, B: int, T: int) -> None:
-    """Check that an argument holds an integer for each new token, of all rows or for all."""
-    check_integers(caller, name, x)
+        raise TypeError(f"{caller}: position_ids must hold integers, got {x.dtype}")
     if x.shape not in ((1, T), (B, T)):
         raise ValueError(
-            f"{caller}: {name} must have shape [1, T] or [B, T] = {[B, T]}, got {list(x.shape)}"
+            f"{caller}: position_ids must have shape [1 or B, {T}], B = {B}, got {list(x.shape)}"
         )
 
 
@@ -217,7 +219,7 @@ def read_attention_mask(
     layout = _layout(is_token, new_tokens, num_cached, has_room, may_have_holes)
     if position_ids is None:
         return layout
-    check_of_tokens(caller, "position_ids", position_ids, B, T)
+    check_position_ids(caller, position_ids, B, T)
     layout = replace(layout, positions=position_ids.long())
     if readable(position_ids) is None:
         if has_cache:
@@ -237,6 +239,72 @@ def read_attention_mask(
             "got several texts in a row (use_cache=False reads them)"
         )
     return TokenLayout(layout.positions, texts, texts)
+
+
+def is_full(attention_mask: Any) -> TypeGuard[Tensor]:
+    return isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
+
+
+_HIDDEN = -1e4  # at most; the lowest float16 is -65,504
+
+
+# Whether a mask keeps its rules is data, which no graph can hold.
+@torch.compiler.disable
+def read_full_mask(
+    caller: str,
+    attention_mask: Tensor,
+    new_tokens: Tensor,
+    cache: Cache | None,
+    position_ids: Tensor | None,
+) -> TokenLayout:
+    """Turn a full mask, which says who sees whom, into distances, as many as it has values.
+
+    Draft trees have such masks: siblings stand at one position, after their parent, and no branch
+    sees another.
+
+    Args:
+        caller: Whom errors name.
+        attention_mask: [1 or B, 1, T, S], S = cached + T. Bool: True where a token sees a key.
+            Floating point: 0 there, and elsewhere at most -1e4, such as -inf.
+        new_tokens: [B, T, ...], ids or embeddings; only shape and device are used.
+        cache: Of earlier tokens; one that grows.
+        position_ids: [1 or B, S], where all tokens stand. None: each at its index.
+    """
+    refuse_shard("an attention_mask [B, 1, T, S]")
+    (B, T), device = new_tokens.shape[:2], new_tokens.device
+    num_cached = 0 if cache is None else int(cache.get_seq_length())
+    S, shape = num_cached + T, list(attention_mask.shape)
+    if cache is not None and cache.is_compileable:
+        raise ValueError(
+            f"{caller}: attention_mask must have shape [B, S] for a {type(cache).__name__}, "
+            f"got {shape}"
+        )
+    if shape not in ([1, 1, T, S], [B, 1, T, S]):
+        raise ValueError(
+            f"{caller}: attention_mask must have shape [B, S] = {[B, S]} or [1 or B, 1, T, S] = "
+            f"{[B, 1, T, S]}, got {shape}"
+        )
+    mask = attention_mask[:, 0].to(device)
+    if mask.dtype != torch.bool:
+        if not mask.is_floating_point() or not ((mask == 0) | (mask <= _HIDDEN)).all():
+            raise ValueError(
+                f"{caller}: attention_mask [B, 1, T, S] must be bool, or floating point and 0 "
+                f"where a token sees a key, at most {_HIDDEN:g} elsewhere, got others"
+            )
+        mask = mask == 0
+    positions = torch.arange(S, device=device)[None]
+    if position_ids is not None:
+        check_position_ids(caller, position_ids, B, S)
+        positions = position_ids.to(device).long()
+    new = positions[:, num_cached:]
+    distances = new[..., None] - positions[:, None]
+    if len(found := (mask & (distances < 0)).nonzero()):
+        b, t, s = found[0].tolist()
+        raise ValueError(
+            f"{caller}: attention_mask must hide what stands after a token, but shows a key at "
+            f"[{b}, 0, {t}, {s}]"
+        )
+    return TokenLayout(new, distances=distances.masked_fill(~mask, -1))
 
 
 def _layout(

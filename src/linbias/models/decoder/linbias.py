@@ -4,20 +4,17 @@ Read from the bottom up to follow a token: a model with a head calls `LinbiasMod
 `DecoderBlock`s, which call `SelfAttention` and `FeedForward` (or `FusedBlock`s, which do both).
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from transformers import Cache
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
 from linbias.models.decoder import bidirectional, decoder
-from linbias.models.decoder.cache import takes_cache
 from linbias.models.decoder.config import ENCODER_POSITIONS, LinbiasConfig
 from linbias.models.decoder.positions import make_gate, make_position
-from linbias.models.decoder.text_marks import takes_marks
 
 
 class SelfAttention(decoder.SelfAttention):
@@ -183,23 +180,16 @@ class LinbiasForCausalLM(_WithHead, decoder.CausalGenerationMixin):
             )
         super().__init__(config)
 
-    @takes_marks
-    @takes_cache
     @can_return_tuple
+    @decoder.reads_as(decoder.Decoder.forward)
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
+        *inputs: Any,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         token_type_ids: Tensor | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
+        **named: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits in at least float32, and with labels the mean loss in nats.
 
@@ -214,20 +204,8 @@ class LinbiasForCausalLM(_WithHead, decoder.CausalGenerationMixin):
             num_items_in_batch: Divide the summed loss by this instead of the number of scored
                 tokens, so that the parts of a larger batch add up to its mean.
         """
-        outputs = decoder.predict(
-            self,
-            labels,
-            {"num_items_in_batch": num_items_in_batch},
-            keep=logits_to_keep,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-        )
+        how: Any = {"keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
+        outputs = decoder.predict(self, inputs, named, labels, **how)
         return CausalLMOutputWithPast(**outputs)
 
 
@@ -253,19 +231,15 @@ class LinbiasForMaskedLM(_WithHead):
             )
         super().__init__(config)
 
-    @takes_marks
     @can_return_tuple
+    @decoder.reads_as(decoder.Decoder.forward)
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        *inputs: Any,
         labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         token_type_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        **named: Any,
     ) -> MaskedLMOutput:
         """Return logits in at least float32, and with labels the mean loss in nats.
 
@@ -274,16 +248,7 @@ class LinbiasForMaskedLM(_WithHead):
         Args:
             labels: [B, T]; the logits at token t are scored on labels[:, t]. -100 is not scored.
         """
-        outputs = decoder.predict(
-            self,
-            labels,
-            # Where Transformers does not know a subclass by its name, it would shift them.
-            {"shift_labels": labels, "num_items_in_batch": num_items_in_batch},
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-        )
+        # Where Transformers does not know a subclass by its name, it would shift labels.
+        how: Any = {"shift_labels": labels, "num_items_in_batch": num_items_in_batch}
+        outputs = decoder.predict(self, inputs, named, labels, **how)
         return MaskedLMOutput(**outputs)

@@ -20,7 +20,6 @@ from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
 from linbias.methods import METHODS
-from linbias.models.decoder.layout import FullMask
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights
 from linbias.torch.constant import constant
@@ -36,7 +35,7 @@ class AttendOptions(NamedTuple):
     key_bound: Tensor | None = None  # [B, G]
     dropout: float = 0.0
     positions: Tensor | None = None  # [B, S] or [B, H, S], where keys stand if not at their index
-    full_mask: FullMask | None = None  # which stands for range, start and order; not an argument
+    distances: Tensor | None = None  # of a full mask, as of `TokenLayout`; not an argument
 
 
 NO_OPTIONS = AttendOptions()
@@ -103,8 +102,6 @@ class Position(nn.Module):
 
     def _seen(self, distances: Tensor, options: AttendOptions) -> Tensor:
         """[1 or B, T, S]: which keys each query may see."""
-        if options.full_mask is not None:
-            return options.full_mask.seen
         seen = distances >= 0 if self.causal else torch.ones_like(distances, dtype=torch.bool)
         if options.key_range is not None:
             first, end = options.key_range[:, None, :1], options.key_range[:, None, 1:]
@@ -141,29 +138,27 @@ class LinearBias:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         how: Any = {"implementation": self.implementation, "return_lse": False}
-        if options.full_mask is not None:
-            how |= self._fall_under(q, options.full_mask)
+        if options.distances is not None:
+            how |= self._masked(q, options.distances)
             return attention(q, k, v, dropout=options.dropout, **how)
         given = {**self.fall(q, k.shape[2], options), **options._asdict()}
-        del given["full_mask"]
+        del given["distances"]
         return attention(q, k, v, causal=self.causal, **how, **given)
 
     def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
-        if options.full_mask is not None:
-            return attention_weights(q, k, **self._fall_under(q, options.full_mask))
+        if options.distances is not None:
+            return attention_weights(q, k, **self._masked(q, options.distances))
         names = ("key_range", "query_start", "positions")
         given = {name: getattr(options, name) for name in names}
         fall = self.fall(q, k.shape[2], options)
         return attention_weights(q, k, **fall, causal=self.causal, **given)
 
-    def _fall_under(self, q: Tensor, full: FullMask) -> dict[str, Any]:
-        """As `fall`, and causal: all of the bias is in a mask, for which order means nothing."""
-        options = AttendOptions(key_range=full.key_range)
-        fall = self.fall(q, full.keys.shape[1], options)
-        slopes = fall["slopes"]
-        bias = -slopes[..., None, None] * full.distances[:, None]
-        mask = bias.masked_fill(~full.seen[:, None], -math.inf)
-        return {**fall, "slopes": torch.zeros_like(slopes), "mask": mask, "causal": False}
+    def _masked(self, q: Tensor, distances: Tensor) -> dict[str, Any]:
+        """As `fall`, but all of the bias is in a mask: the order of keys means nothing."""
+        fall = self.fall(q, distances.shape[2], NO_OPTIONS)
+        slopes, distances = fall["slopes"], distances[:, None]
+        bias = (-slopes[..., None, None] * distances).masked_fill(distances < 0, -math.inf)
+        return {**fall, "slopes": torch.zeros_like(slopes), "mask": bias, "causal": False}
 
 
 class Biased(LinearBias, Position):
@@ -298,7 +293,7 @@ class T5(Position):
         # A row has T + S - 1 distances, from that of its last query to the first key downwards:
         # look those up, then lay them out as [T, S], each query one step after the next.
         masked = _is_placed(options)
-        if options.full_mask is not None:
+        if options.distances is not None:
             bias = self._bias(distances_of(q, k, options)).to(q.dtype)
         else:
             farthest = query_start_of(q, k, options) + T - 1
@@ -359,7 +354,7 @@ def _angles(positions: Tensor, count: int, base: float) -> Tensor:
 
 def _is_placed(options: AttendOptions) -> bool:
     """Whether more than the order of keys says what is seen."""
-    placed = (options.key_range, options.query_start, options.full_mask)
+    placed = (options.key_range, options.query_start, options.distances)
     return any(x is not None for x in placed)
 
 
@@ -374,7 +369,7 @@ def query_start_of(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
 
 def distances_of(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
     """[1 or B, T, S]: how far each key lies before each query."""
-    if options.full_mask is not None:
-        return options.full_mask.distances
+    if options.distances is not None:
+        return options.distances
     queries = query_start_of(q, k, options) + torch.arange(q.shape[2], device=q.device)
     return queries[..., None] - torch.arange(k.shape[2], device=q.device)

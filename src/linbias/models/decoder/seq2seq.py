@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.models.encoder_decoder.modeling_encoder_decoder import shift_tokens_right
 from transformers.utils import can_return_tuple
 
 from linbias.models.decoder import decoder
@@ -29,7 +29,6 @@ from linbias.models.decoder.linbias import (
 from linbias.models.decoder.positions import AttendOptions, Biased, Position, make_position
 from linbias.models.decoder.rows import Rows
 from linbias.torch.constant import constant
-from linbias.torch.operators.values import readable
 
 
 class Everywhere(Biased):
@@ -183,6 +182,7 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
+        *,
         encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -194,18 +194,16 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
         """Run the encoder, unless its output is given, and the decoder over new tokens.
 
         Args:
-            input_ids: [B, S] token ids that the encoder reads.
-            attention_mask: [B, S]; zero marks padding, as of `decoder.Decoder.forward`. A row of
-                padding alone gives the decoder zeros to gather.
-            decoder_input_ids: [B, T] token ids that the decoder reads after those in the cache.
-            decoder_attention_mask: [B, cached + T], likewise.
+            input_ids, attention_mask, inputs_embeds: What the encoder reads, as of
+                `decoder.Decoder.forward`. A row of padding alone gives the decoder zeros.
+            decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds: What the decoder
+                reads, likewise: the mask is [B, cached + T].
             encoder_outputs: What the encoder said before, in the place of input_ids.
             past_key_values: An `EncoderDecoderCache` of earlier tokens. It is extended in place.
-            inputs_embeds, decoder_inputs_embeds: Embedded tokens, each in the place of ids.
             use_cache, output_attentions, output_hidden_states: As of `decoder.Decoder.forward`.
         """
-        name = type(self).__name__
-        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
+        name, (ids, embedded) = type(self).__name__, (decoder_input_ids, decoder_inputs_embeds)
+        if (ids is None) == (embedded is None):
             raise ValueError(
                 f"{name}: give either decoder_input_ids or decoder_inputs_embeds, and not both"
             )
@@ -214,28 +212,23 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
                 f"{name}: past_key_values must be an EncoderDecoderCache, got a "
                 f"{type(past_key_values).__name__}"
             )
-        given = decoder.asked(self.config, output_attentions, output_hidden_states)
+        asked = decoder.asked(self.config, output_attentions, output_hidden_states)
         encoded = encoder_outputs
         if encoded is None:
-            encoded = self.encoder(
-                input_ids,
-                attention_mask,
-                inputs_embeds=inputs_embeds,
-                output_attentions=given[0],
-                output_hidden_states=given[1],
-                return_dict=True,
-            )
+            shown = dict(zip(("output_attentions", "output_hidden_states"), asked, strict=True))
+            given = {"inputs_embeds": inputs_embeds, **shown}
+            encoded = self.encoder(input_ids, attention_mask, **given, return_dict=True)
         elif not isinstance(encoded, BaseModelOutput):
             encoded = BaseModelOutput(*encoded[:3])
-        if decoder_inputs_embeds is None:
-            decoder_inputs_embeds = self.get_input_embeddings()(decoder_input_ids)
+        if embedded is None:
+            embedded = self.encoder.embed_tokens(ids)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
             both = (DynamicCache(config=self.config) for _ in range(2))
             past_key_values = EncoderDecoderCache(*both)
         memory, masks = encoded.last_hidden_state, (decoder_attention_mask, attention_mask)
-        decoded = self.decoder(decoder_inputs_embeds, memory, masks, past_key_values, given)
+        decoded = self.decoder(embedded, memory, masks, past_key_values, asked)
         return Seq2SeqModelOutput(
             last_hidden_state=decoded.last_hidden_state,
             **{CACHE: past_key_values},
@@ -271,53 +264,33 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, decoder.Gen
         self.post_init()
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """What the decoder reads in order to say labels [B, T]: [B, T], padding for what is not
-        scored.
+        """What the decoder reads to say labels [B, T]: these one token later, after the start.
 
-        The start token stands before the first label that is scored, the label before thereafter.
-
-            labels              5 6 7 -100       -100 5 6 7
-            decoder_input_ids   start 5 6 7       pad start 5 6
+        labels              5 6 7 -100       -100 5 6 7
+        decoder_input_ids   start 5 6 7       pad start 5 6
         """
         start = self.config.decoder_start_token_id
         padding = getattr(self.config, "pad_token_id", None)
-        if start is None:
-            raise ValueError(
-                f"{type(self).__name__}: config.decoder_start_token_id must be an id to shift "
-                "labels, got None"
-            )
-        hidden = labels == -100
-        if padding is None:
-            if readable(hidden) is not None and hidden.any():
-                raise ValueError(
-                    f"{type(self).__name__}: config.pad_token_id must be an id where labels hold "
-                    "-100, got None"
-                )
-            padding = start
-        shifted = pad(labels.masked_fill(hidden, padding)[:, :-1], (1, 0), value=padding)
-        is_first = (~hidden).cumsum(-1) == 1
-        at_start = is_first & ~hidden
-        at_start[:, 0] |= hidden.all(-1)
-        return shifted.masked_fill(at_start, start)
+        shifted: Tensor = shift_tokens_right(labels, padding, start)
+        is_scored = labels != -100
+        is_at_start = is_scored.cumsum(-1) - is_scored.int() == 0  # nothing is scored before it
+        shifted = shifted.masked_fill(is_at_start, padding)
+        return shifted.masked_fill(is_at_start & is_scored, start)
 
     @takes_cache
     @can_return_tuple
+    @decoder.reads_as(LinbiasSeq2SeqModel.forward)
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        decoder_inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         token_type_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        **named: Any,
     ) -> Seq2SeqLMOutput:
         """Return logits in at least float32, and with labels the mean loss in nats.
 
@@ -327,34 +300,21 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, decoder.Gen
         Args:
             labels: [B, T]; the decoder's logits at token t are scored on labels[:, t], but for
                 -100. Without decoder inputs they are also what it reads, one token later.
-            decoder_attention_mask: Where there are labels, None hides what lies left of a row's
-                start token.
+            decoder_attention_mask: Where there are labels, None hides the padding that a row
+                begins with, as collators pad on the left.
         """
-        if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
-            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        if labels is not None and decoder_attention_mask is None and past_key_values is None:
-            decoder_attention_mask = self._from_start(decoder_input_ids)
-        outputs = decoder.predict(
-            self,
-            labels,
-            # Labels are in place already.
-            {"shift_labels": labels, "num_items_in_batch": num_items_in_batch},
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            decoder_input_ids=decoder_input_ids,
-            decoder_attention_mask=decoder_attention_mask,
-            encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            decoder_inputs_embeds=decoder_inputs_embeds,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-        )
-        return Seq2SeqLMOutput(**outputs)
+        if labels is not None:
+            if decoder_input_ids is None and named.get("decoder_inputs_embeds") is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+            if decoder_attention_mask is None and named.get("past_key_values") is None:
+                decoder_attention_mask = self._from_start(decoder_input_ids)
+        inputs = input_ids, attention_mask, decoder_input_ids, decoder_attention_mask
+        # Labels are in place already.
+        how: Any = {"shift_labels": labels, "num_items_in_batch": num_items_in_batch}
+        return Seq2SeqLMOutput(**decoder.predict(self, inputs, named, labels, **how))
 
     def _from_start(self, decoder_input_ids: Tensor | None) -> Tensor | None:
-        """[B, T], zero for the padding that a row begins with, as collators pad on the left."""
+        """[B, T], zero for the padding that a row begins with; None where no token is padding."""
         padding = getattr(self.config, "pad_token_id", None)
         if decoder_input_ids is None or padding in (None, self.config.decoder_start_token_id):
             return None

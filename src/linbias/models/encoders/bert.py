@@ -23,10 +23,9 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from linbias.models.decoder.attend import How, attend
-from linbias.models.decoder.decoder import asked
-from linbias.models.decoder.layout import TokenLayout, read_attention_mask
+from linbias.models.decoder.decoder import asked, reads_as
+from linbias.models.decoder.layout import TokenLayout, read_attention_mask, takes_marks
 from linbias.models.decoder.positions import Alibi, AttendOptions
-from linbias.models.decoder.text_marks import takes_marks
 from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.torch import attention_varlen
 
@@ -238,26 +237,20 @@ class LinbiasBertWithHead(LinbiasBertPreTrainedModel):
         """The mean where a label is not -100; or the sum, divided by count."""
         return fixed_cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), count)
 
-    @takes_marks
     @can_return_tuple
+    @reads_as(LinbiasBertModel.forward)
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        *inputs: Any,
         labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        **named: Any,
     ) -> Any:
         """Logits, and the loss for labels [B, T], or [B] for whole texts.
 
         Other arguments are those of `LinbiasBertModel.forward` and `LinbiasForCausalLM.forward`.
         """
-        given = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        outputs = self.encoder(*given, output_attentions, output_hidden_states, return_dict=True)
+        outputs = self.encoder(*inputs, **named, return_dict=True)
         logits = self.predict(outputs)
         return type(self).output(
             loss=None if labels is None else self.loss(logits, labels, num_items_in_batch),

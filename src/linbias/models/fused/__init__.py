@@ -46,9 +46,9 @@ def fuse(
     The model is changed in place, and no other; its weights and their names stay. Around
     attention runs Transformers' own code. Training, gradient checkpointing, padding (also between
     tokens), caches and `generate` work as before, for any length. Weights of attention
-    (`output_attentions`) are computed beside it. Packed rows (`position_ids` that start anew,
-    `cu_seq_lens_q`, `seq_idx`) and masks [B, 1, T, S] are read as those of `LinbiasForCausalLM`,
-    outside of compiled graphs. `unfuse` undoes it.
+    (`output_attentions`) are computed beside it. Packed rows (`position_ids` that start anew)
+    and masks [B, 1, T, S] are read as those of `LinbiasForCausalLM`, outside of compiled graphs.
+    `unfuse` undoes it.
 
     Args:
         model: With any head, or a body alone. Wrappers such as PEFT's may be around it.

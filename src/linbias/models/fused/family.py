@@ -25,19 +25,20 @@ from transformers.utils import logging
 from linbias.models.decoder.attend import How, attend
 from linbias.models.decoder.cache import CACHE, use_growing_layers
 from linbias.models.decoder.decoder import refuse_pages, use_given_cache
-from linbias.models.decoder.full_mask import is_full, read_full_mask
 from linbias.models.decoder.layout import (
     TokenLayout,
     check_mask,
-    check_of_tokens,
+    check_position_ids,
     check_room,
     fill_room,
+    is_full,
     read_attention_mask,
+    read_full_mask,
+    without_marks,
 )
 from linbias.models.decoder.positions import AttendOptions, LinearBias
 from linbias.models.decoder.rows import find_texts
 from linbias.models.decoder.slopes import ModelSlopes
-from linbias.models.decoder.text_marks import MARKS, read_marks, with_marks_in
 from linbias.models.fields import POSITIVE
 from linbias.torch.choice import IMPLEMENTATIONS
 from linbias.torch.operators.values import readable
@@ -98,10 +99,13 @@ class RoundedBias(Bias):
         It is one more component of a key for each head that shares it: a query has 1 in its own.
         """
         (B, H, T, _), (_, G, S, _) = q.shape, k.shape
+        if options.distances is not None:
+            raise ValueError(
+                "linbias: attention_mask must have shape [B, S] for a model that is fused with "
+                "rounding='checkpoint', got [B, 1, T, S]"
+            )
         positions = torch.arange(S, device=q.device)[None]
-        if options.full_mask is not None:
-            positions = options.full_mask.keys
-        elif options.key_range is not None:
+        if options.key_range is not None:
             positions = (positions - options.key_range[:, :1]).clamp(min=0)
         left = self.slopes.left(q, S, options.key_range)
         exact = left[:, None] * positions[:, None]
@@ -300,10 +304,11 @@ def make_mask(
 
 
 _PAGES = "init_continuous_batching"
+_POSITION_IDS = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 def adapt_calls(model: Any) -> None:
-    """Let a model read what Transformers' code drops, marks of texts and full masks; and refuse
+    """Let a model read what Transformers' code drops, texts in a row and full masks; and refuse
     `generate_batch`, which knows Transformers' own attention alone.
     """
     name = _forward_name(model)
@@ -312,7 +317,9 @@ def adapt_calls(model: Any) -> None:
     signature = inspect.signature(MethodType(type(model).forward, model))
     reading: Any = partial(_forward, model, tuple(signature.parameters))
     # Trainer and `generate` read there what a model takes.
-    reading.__signature__ = with_marks_in(signature)
+    named = signature.parameters | {"position_ids": _POSITION_IDS}
+    in_order = sorted(named.values(), key=lambda parameter: parameter.kind)
+    reading.__signature__ = signature.replace(parameters=in_order)
     vars(model)[name] = reading
     if hasattr(model, "generate"):
         vars(model)["generate"] = partial(_generate, model)
@@ -353,17 +360,15 @@ def _layout_of_call() -> TokenLayout | None:
 def _forward(model: Any, arguments: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
     """That of the class of a model, which then asks `make_mask`."""
     caller = type(model).__name__
+    kwargs = without_marks(caller, kwargs)
     given = dict(zip(arguments, args, strict=False)) | kwargs
-    if any(name in kwargs for name in MARKS):
-        args, given = (), read_marks(caller, given)
-        kwargs = given
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if is_full(mask):
         return _forward_with_layout(model, given)
     if not isinstance(mask, TokenLayout | None):
         check_mask(caller, mask)
     if position_ids is not None and (tokens := _tokens(given)) is not None:
-        check_of_tokens(caller, "position_ids", position_ids, *tokens.shape[:2])
+        check_position_ids(caller, position_ids, *tokens.shape[:2])
         if _has_several_texts(**given):
             return _forward_with_layout(model, given)
     return type(model).forward(model, *args, **kwargs)

@@ -9,15 +9,11 @@ which that is more than the tolerance are never passed over in silence.
 
 import copy
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, Literal, Self
 
 from transformers import Cache, PreTrainedModel
 
 from linbias.models.window_cache.certificate import Settings
-from linbias.models.window_cache.dropped_keys import DroppedKeys, Owned
 from linbias.models.window_cache.layer import WindowLayer
 from linbias.models.window_cache.reach import (
     Reach,
@@ -26,7 +22,7 @@ from linbias.models.window_cache.reach import (
 )
 from linbias.torch.decoding import TOLERANCES as TOLERANCES
 
-POLICIES = ("count", "raise", "fetch")
+POLICIES = ("count", "raise")
 
 
 class WindowCache(Cache):
@@ -51,16 +47,14 @@ class WindowCache(Cache):
     """
 
     layers: list[WindowLayer]
-    _folder: Owned | None = None
 
     @classmethod
     def for_model(
         cls,
         model: PreTrainedModel,
         tolerance: float | None = None,
-        windows: Literal["adaptive", "weights"] | int | Sequence[Sequence[int]] = "adaptive",
-        on_uncertified: Literal["count", "raise", "fetch"] = "count",
-        folder: str | Path | None = None,
+        windows: Literal["adaptive", "weights"] | int = "adaptive",
+        on_uncertified: Literal["count", "raise"] = "count",
         weights: Reach | None = None,
     ) -> Self:
         """Make a cache for a model with linear biases.
@@ -70,14 +64,10 @@ class WindowCache(Cache):
             tolerance: Share of a row's weight that may be missing in a head; None takes that of
                 `linbias.torch.attention`, below which rounding loses as much.
             windows: "adaptive": as few keys as the rows before needed, with a margin; "weights":
-                as many as any text can need, from the weights alone; a number for all heads, or
-                one for each layer and key/value head.
+                as many as any text can need, from the weights alone; or a number for all heads.
             on_uncertified: Where a row may miss more than the tolerance: "count" counts it;
-                "raise" raises `Uncertified`, after which the cache must be reset; "fetch" keeps
-                the dropped keys elsewhere, as far back as the weights let any query need them, and
-                reads them again. Adaptive windows widen from there on in any case.
-            folder: Where "fetch" keeps them, in a folder of its own that is deleted with the cache
-                and its copies; None is host memory.
+                "raise" raises `Uncertified`, after which the cache must be reset. Adaptive windows
+                widen from there on in any case.
             weights: What `reach_of_weights(model)` gave before, which takes seconds for a large
                 model.
 
@@ -100,24 +90,10 @@ class WindowCache(Cache):
         # The farthest of the query heads that read a key/value head.
         groups = [row.reshape(num, -1).max(1).tolist() for row, num in both]
         chosen = _chosen(windows, groups, weights)
-        if folder is not None and on_uncertified != "fetch":
-            rule = "must be left out unless on_uncertified is 'fetch'"
-            raise ValueError(f"WindowCache: folder {rule}, got {folder}")
-        own = None if folder is None else Path(mkdtemp(dir=folder, prefix="dropped-keys-"))
-        layers = []
-        for index, (reach, fixed) in enumerate(zip(groups, chosen, strict=True)):
-            dropped = [DroppedKeys(n, own, f"{index}-{g}") for g, n in enumerate(reach)]
-            settings = Settings(
-                reach=reach,
-                windows=fixed,
-                tolerance=tolerance,
-                on_uncertified=on_uncertified,
-                dropped=dropped if on_uncertified == "fetch" else (),
-            )
-            layers.append(WindowLayer(settings))
-        cache = cls(layers=layers)
-        cache._folder = None if own is None else Owned(own)
-        return cache
+        how: Any = {"tolerance": tolerance, "on_uncertified": on_uncertified}
+        both = zip(groups, chosen, strict=True)
+        settings = (Settings(reach=reach, windows=fixed, **how) for reach, fixed in both)
+        return cls(layers=[WindowLayer(of_layer) for of_layer in settings])
 
     def __copy__(self) -> Self:
         return copy.deepcopy(self)
@@ -138,11 +114,6 @@ class WindowCache(Cache):
         return sum(layer.uncertified for layer in self.layers)
 
     @property
-    def fetched(self) -> int:
-        """How many rows of heads read dropped keys again."""
-        return sum(layer.fetched for layer in self.layers)
-
-    @property
     def largest_dropped(self) -> float:
         """The most that any row may have missed, as a share of what it read; 0 for nothing."""
         return math.exp(min(700.0, max(layer.largest_dropped for layer in self.layers)))
@@ -160,16 +131,7 @@ def _chosen(windows: Any, groups: list[list[float]], found: Reach) -> list[list[
                 f"{index} has none: {reason}"
             )
         return [list(reach) for reach in groups]
-    if isinstance(windows, str):
-        rule = "must be 'adaptive', 'weights' or numbers"
+    if not isinstance(windows, int) or windows < 1:
+        rule = "must be 'adaptive', 'weights' or an integer of at least 1"
         raise ValueError(f"WindowCache: windows {rule}, got {windows!r}")
-    numbers = [[windows] * len(reach) for reach in groups] if isinstance(windows, int) else windows
-    if [len(row) for row in numbers] != [len(reach) for reach in groups]:
-        raise ValueError(
-            f"WindowCache: windows must have a number for each of {len(groups)} layers and "
-            f"{len(groups[0])} key/value heads, got {[len(row) for row in numbers]}"
-        )
-    if any(not n >= 1 for row in numbers for n in row):
-        least = min(min(row) for row in numbers)
-        raise ValueError(f"WindowCache: windows must be at least 1, got {least}")
-    return [[float(n) for n in row] for row in numbers]
+    return [[float(windows)] * len(reach) for reach in groups]

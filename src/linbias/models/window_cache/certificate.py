@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linbias.models.window_cache.dropped_keys import DroppedKeys
 from linbias.models.window_cache.ledger import Ledger
 from linbias.models.window_cache.pool import CHUNK, Scores
 
@@ -53,7 +52,6 @@ class Settings:
     windows: Sequence[float] | None  # [G], how many keys to keep; None to follow the ledger
     tolerance: float | None  # None takes that of the keys' type
     on_uncertified: str  # as of `WindowCache`
-    dropped: Sequence[DroppedKeys] = ()  # [G], where "fetch" keeps the dropped keys
 
 
 class Certified:

@@ -92,10 +92,11 @@ class WindowLayer(NearKeys, AttendingLayer):
         if self.is_initialized and len(q) != (size := len(self.pool.keys)):
             raise ValueError(f"WindowCache: batch must have {size} rows as before, got {len(q)}")
         rows, end = layout.keys[0], self.seen + q.shape[2]
-        if rows.places is not None:
+        if rows.places is not None or layout.distances is not None:
+            got = "a row with a hole" if layout.distances is None else "a mask [B, 1, T, S]"
             raise ValueError(
                 "WindowCache: attention_mask must mark one unbroken run of tokens per row, "
-                "got a row with a hole"
+                f"got {got}"
             )
         if rows.span is not None and (rows.span[:, 1] < end).any():
             raise ValueError("WindowCache: padding must come before each text, got some after one")
@@ -107,7 +108,7 @@ class WindowLayer(NearKeys, AttendingLayer):
 
     @property
     def num_bytes(self) -> int:
-        """Of keys, values and ledger; what "fetch" keeps elsewhere is not in it."""
+        """Of keys, values and ledger."""
         ledger = 0 if self.ledger is None else self.ledger.num_bytes
         return self.pool.keys.nbytes + self.pool.values.nbytes + ledger
 

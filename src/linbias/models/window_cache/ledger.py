@@ -1,5 +1,13 @@
-"""A bound of constant size on what dropped keys can weigh: `linbias.streams.Dropped` for all
-heads.
+"""A ledger of constant size: an upper bound on all weight that dropped keys would have in a row.
+
+For lengths r of |scale q| on a fixed grid it keeps, for each query head,
+
+    sums[r] = log sum over dropped keys s of exp(r |k_s - center| - slope * (at - s))
+
+which a key joins once and which falls by `slope` for every token since, so that a huge key is
+forgotten as its distance grows. As a function of r it is convex: between two lengths of the grid
+the chord is an upper bound, and beyond the last one the largest |k - center| is its steepest
+slope. The proof is in docs/math.md.
 """
 
 import math
@@ -9,21 +17,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from linbias.streams import GRID, SLACK
-
+GRID = (0.0, *(2.0 ** (n / 2) for n in range(-8, 13)))  # lengths, up to 64
+_SLACK = 1e-6  # more than the rounding of norms in float32
 _STEPS = 32  # numbers of keys to choose from
 _MARGIN = 3.0  # nats by which a choice stays on the safe side of the rows before
 
 
 class Ledger:
-    """A bound on what the dropped keys of a layer weigh in a row."""
+    """What is known of the dropped keys of a layer.
+
+    The center [B, G, D] is any vector of each head: the bound is tight where keys lie around it.
+    """
 
     def __init__(self, slopes: Tensor, scale: float, center: Tensor) -> None:
         B, G, _ = center.shape
         self.sharing = len(slopes) // G
         self.slopes, self.scale = slopes.double(), scale
         self.center = center.double()
-        self.grid = torch.from_numpy(GRID).to(center.device)
+        self.grid = self.center.new_tensor(GRID)
         self.sums = self.center.new_full((B, len(slopes), len(GRID)), -math.inf)
         self.largest = self.center.new_zeros(B, G)
         self.at = [0] * G  # the position after the last key that was dropped
@@ -31,7 +42,7 @@ class Ledger:
 
     def radius(self, keys: Tensor, heads: Tensor) -> Tensor:
         """[B, n]: at least |k - center| of keys [B, n, D] of heads [n]; inf if not finite."""
-        radius = (keys.double() - self.center[:, heads]).norm(dim=-1) * (1 + SLACK)
+        radius = (keys.double() - self.center[:, heads]).norm(dim=-1) * (1 + _SLACK)
         return radius.nan_to_num_(math.inf, math.inf)
 
     def growth(self, radius: Tensor, behind: Tensor, heads: Tensor, columns: slice) -> Tensor:
@@ -70,7 +81,7 @@ class Ledger:
 
     def lengths(self, q: Tensor) -> Tensor:
         """[..., T]: at least |scale q|, of q [..., T, D] in float64."""
-        return abs(self.scale) * q.norm(dim=-1) * (1 + SLACK)
+        return abs(self.scale) * q.norm(dim=-1) * (1 + _SLACK)
 
     def bound(self, q: Tensor, lse: Tensor, positions: Tensor) -> Tensor:
         """[B, H, T]: log(weight of the dropped keys / weight of those that were read) at most."""

@@ -1,8 +1,6 @@
 """What a layer of a `WindowCache` does: tokens come, old keys leave, rows are certified."""
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +8,6 @@ from torch import Tensor
 from linbias.models.window_cache.certificate import Certified, Rows
 from linbias.models.window_cache.ledger import Ledger
 from linbias.models.window_cache.pool import CHUNK, Pool, Scores
-from linbias.torch import attention
 
 FEWEST = 64  # keys that a head keeps at least
 _LASTS = 8 * CHUNK  # tokens for which a window is kept
@@ -22,11 +19,9 @@ class NearKeys(Certified):
     def forget(self) -> None:
         super().forget()
         nothing = torch.empty(0, 0, 0, 0)
-        self.pool, self.fetched = Pool(nothing, nothing), 0
+        self.pool = Pool(nothing, nothing)
         windows = self.settings.windows or [FEWEST] * len(self.settings.reach)
         self.windows = [float(w) for w in windows]
-        for dropped in self.settings.dropped:
-            dropped.clear()
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, may_drop: bool) -> Tensor:
         """Append at most `CHUNK` tokens, and let their queries attend: [B, H, T, D]."""
@@ -35,14 +30,7 @@ class NearKeys(Certified):
         out, lse = self.pool.read(q, k, scores, self._padding())
         if self.ledger is None and self.settings.windows is not None:
             return out
-        rows = Rows(q=q, lse=lse, start=self.seen - q.shape[2])
-        if self.settings.dropped and self.ledger is not None:
-            bound = self._bound(rows)
-            if self._misses(bound).any():
-                out, rows, bound = self._fetch(rows, out, bound)
-            self._remember(rows, bound)
-            return out
-        self._waiting.append(rows)
+        self._waiting.append(Rows(q=q, lse=lse, start=self.seen - q.shape[2]))
         waiting = self.seen - self._waiting[0].start
         if self.settings.on_uncertified == "raise" or waiting >= 2 * CHUNK:
             self.certify()
@@ -94,9 +82,6 @@ class NearKeys(Certified):
         if not any(gone):
             return
         old = [slice(start, start + n) for start, n in zip(pool.starts, gone, strict=True)]
-        for dropped, rows in zip(self.settings.dropped, old, strict=False):
-            if rows.stop > rows.start:
-                dropped.append(pool.keys[:, rows].clone(), pool.values[:, rows].clone())
         oldest = [self.seen - n for n in pool.counts]
         keys = torch.cat([pool.keys[:, rows] for rows in old], 1)
         self._make_ledger().add(keys, gone, oldest, self.first)
@@ -121,38 +106,6 @@ class NearKeys(Certified):
         counts = torch.tensor(self.pool.counts, device=self.first.device)
         return (self.first[:, None] - (self.seen - counts)).clamp(min=0).minimum(counts)
 
-    def _fetch(self, rows: Rows, out: Tensor, bound: Tensor) -> tuple[Tensor, Rows, Tensor]:
-        """Let the heads that miss something read their dropped keys as well."""
-        missing = self._misses(bound)
-        self.fetched += int(missing.sum())
-        self._choose_anew()
-        out, lse, bound = out.clone(), rows.lse.clone(), bound.clone()
-        sharing, pool = out.shape[1] // len(self.windows), self.pool
-        for g in missing.any(2).any(0).view(-1, sharing).any(1).nonzero().flatten().tolist():
-            heads, kept = slice(g * sharing, (g + 1) * sharing), pool.newest(g, pool.counts[g])
-            far = self.settings.dropped[g]
-            pairs = zip(far.read(out.device), (pool.keys, pool.values), strict=True)
-            keys, values = (torch.cat([old, near[:, kept]], 1) for old, near in pairs)
-            out[:, heads], lse[:, heads] = self._read_head(rows.q[:, heads], heads, keys, values)
-            # What cannot be read any more lies beyond the reach, where it weighs nothing if it is
-            # finite.
-            bound[:, heads] = math.inf if far.lost_infinite else -math.inf
-        return out, Rows(q=rows.q, lse=lse, start=rows.start), bound
-
-    def _read_head(
-        self, q: Tensor, heads: slice, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of some query heads over the newest n keys of one head, [B, n, D]."""
-        n, ranges = keys.shape[1], None
-        if self.first is not None:
-            begin = (self.first - (self.seen - n)).clamp(0, n)
-            ranges = torch.stack([begin, torch.full_like(begin, n)], -1)
-        slopes, scale, tolerance = self._scores
-        how: Any = {"scale": scale, "tolerance": tolerance, "return_lse": True}
-        k, v = keys[:, None], values[:, None]
-        both: tuple[Tensor, Tensor] = attention(q, k, v, slopes[heads], key_range=ranges, **how)
-        return both
-
     # What becomes of it
 
     def take_back(self, num_tokens: int) -> None:
@@ -163,5 +116,3 @@ class NearKeys(Certified):
     def select(self, rows: Tensor) -> None:
         super().select(rows)
         self.pool.select(rows)
-        for dropped in self.settings.dropped:
-            dropped.select(rows)
