@@ -55,7 +55,7 @@ LAYERS = {
 }
 IMPLEMENTATIONS = {
     *(f"linbias.torch.impl.{name}" for name in ("dense", "blocked", "cpu", "triton", "sdpa")),
-    *(f"linbias.torch.points.{name}" for name in ("dense", "blocked", "cpu")),
+    *(f"linbias.torch.points.{name}" for name in ("dense", "cpu")),
     *(f"linbias.jax.impl.{name}" for name in ("dense", "blocked", "cpu")),
 }
 

@@ -17,7 +17,6 @@ from linbias.torch.operators import transforms
 from linbias.torch.operators.direct import unobserved
 from linbias.torch.operators.operator import without_autocast
 from linbias.torch.operators.values import known_values
-from linbias.torch.points import blocked as points_blocked
 from linbias.torch.points import cpu as points_cpu
 from linbias.torch.points import dense as points_dense
 from linbias.torch.points import rules
@@ -28,7 +27,7 @@ from linbias.torch.shard import refuse_shard
 Points = Tensor | np.ndarray[Any, Any] | list[list[float]]
 Counts = Tensor | np.ndarray[Any, Any] | list[int]
 
-IMPLEMENTATIONS = (points_cpu, points_blocked, points_dense)
+IMPLEMENTATIONS = (points_cpu, points_dense)
 _WITHOUT_NUMPY = (torch.bfloat16, torch.float16)
 # Scores up to which the whole matrix is taken: 8 MB in float32. Not measured.
 _FEW_SCORES = 1 << 21
@@ -119,10 +118,10 @@ def attention_points(
             tokens, which see the keys and not each other. All stand somewhere, so that
             global_tokens are keys; for those that stand nowhere call `attention` with slopes of
             zero.
-        scale, dropout, tolerance: As for `attention`; dropout by `blocked` and `dense`.
-        implementation: `cpu` is near to far in compiled code, without query_points and dropout,
-            and `blocked` in PyTorch operations, both in memory that is linear in N; `dense` holds
-            arrays of [B, H, T, N]. "auto" takes the first that can, but `dense` for few tokens.
+        scale, dropout, tolerance: As for `attention`.
+        implementation: `cpu` is near to far, in memory that is linear in N, on the CPU and without
+            query_points and dropout; `dense`, which takes every call, holds arrays of
+            [B, H, T, N]. "auto" takes the first that can, but `dense` for few tokens.
         return_lse: Also return lse.
 
     Returns:
