@@ -1,6 +1,7 @@
 """Keys in any order, queries with a clock of their own, and positions as callers have them."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import linbias
 from linbias._request import Request
-from linbias.torch import attention, attention_weights, clocks, visited
+from linbias.torch import attention, attention_weights, visited
 from linbias.torch.call import _with_values, prepare
 
 B, H, G, D = 2, 4, 2, 5
@@ -65,13 +66,11 @@ def tensors(options):
     return {n: x if isinstance(x, bool) else torch.tensor(x) for n, x in options.items()}
 
 
-@pytest.mark.parametrize("run", (4, 256))
-@pytest.mark.parametrize("implementation", ("cpu", "blocked", "dense", "sdpa"))
-@pytest.mark.parametrize("name", CASES)
-def test_results_and_gradients_are_those_of_the_definition(name, implementation, run, monkeypatch):
-    if "mask" in name and implementation in ("cpu", "blocked"):
-        implementation = "auto"
-    monkeypatch.setattr(clocks, "_RUN", run)
+SORTED = [("keys-in-any-order", name) for name in ("cpu", "blocked")]
+
+
+@pytest.mark.parametrize(("name", "implementation"), [*product(CASES, ("dense", "sdpa")), *SORTED])
+def test_results_and_gradients_are_those_of_the_definition(name, implementation):
     arrays, slopes, options = call(name)
     leaves = [torch.tensor(x).requires_grad_() for x in (*arrays, slopes)]
     given = tensors(options)
@@ -137,26 +136,13 @@ def test_arrays_in_order_keep_it_where_they_tie_on_any_device(backwards):
     )
 
 
-def test_far_keys_of_another_clock_stay_unread():
-    seen = []
-
-    def watched(inputs, problem):
-        seen.append((inputs.q.shape[2], inputs.k.shape[2]))
-        return attend(inputs, problem)
-
-    from functools import partial
-
-    from linbias.torch.call import prepare, run
-
-    attend = partial(run, implementation="auto", return_lse=True)
-    q, k, v = torch.randn(3, 1, 2, 3000, 4)
-    x, xq = (torch.rand(3000) * 3000 for _ in range(2))
-    inputs, problem = prepare("attention", q, k, v, None, causal=False,
-                              positions=x, query_positions=xq)  # fmt: skip
-    assert problem.any_order
-    clocks.attention(inputs, problem, watched)
-    among = 3000 * 3000 - sum(T * S for T, S in seen)
-    assert among <= 3000 * 2 * clocks._RUN  # what is computed pair by pair grows with T alone
+def test_queries_far_from_all_keys_lose_no_digits():
+    (q, k, v), _, options = call("own-clocks")
+    options["query_positions"] = options["query_positions"] + 1e8
+    narrow = [torch.tensor(x, dtype=torch.float32) for x in (q, k, v)]
+    out = attention(*narrow, STEEP, **tensors(options))
+    expected = linbias.attention(q, k, v, STEEP, **options)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_dropout_keeps_its_share_and_differs_between_rows():
@@ -223,6 +209,9 @@ REFUSED = (
     (TypeError, {"positions": torch.ones(3) > 0}, "positions must be float32, .*, got bool"),
     (TypeError, {"positions": np.zeros(3, "M8[s]"), "query_positions": torch.ones(3)},
      r"of one kind, got datetime64\[s\] and float32"),
+    (NotImplementedError, {"positions": [0, 2, 1], "query_positions": [1, 1, 1], "causal": False,
+                           "implementation": "cpu"},
+     "cpu cannot run this call: it wants keys, .*, in the order of their positions"),
 )  # fmt: skip
 
 
