@@ -422,11 +422,11 @@ def check_parts(outs: Sequence[tuple[int, ...]], lses: Sequence[tuple[int, ...]]
             )
 
 
-def check_dropout(function: str, dropout: object) -> float:
+def check_dropout(function: str, dropout: object, name: str = "dropout") -> float:
     """Dropout is a number from 0 to LARGEST_DROPOUT."""
-    number = _number(function, "dropout", dropout, -math.inf, math.inf, 0.0)
+    number = _number(function, name, dropout, -math.inf, math.inf, 0.0)
     if not 0 <= number <= LARGEST_DROPOUT:
-        raise ValueError(f"{function}: dropout must be in [0, 1 - 2^-32], got {number}")
+        raise ValueError(f"{function}: {name} must be in [0, 1 - 2^-32], got {number}")
     return number
 
 

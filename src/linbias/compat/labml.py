@@ -113,11 +113,7 @@ class AlibiMultiHeadAttention(nn.Module):
             )
         self.d_k = width // self.heads
         self.scale = self.d_k**-0.5
-        if not 0 <= dropout_prob <= _request.LARGEST_DROPOUT:
-            raise ValueError(
-                "AlibiMultiHeadAttention: dropout_prob must be in [0, 1 - 2^-32],"
-                f" got {dropout_prob}"
-            )
+        _request.check_dropout("AlibiMultiHeadAttention", dropout_prob, "dropout_prob")
         self.query, self.key, self.value = (_Projection(heads, d_model) for _ in range(3))
         self.output = nn.Linear(d_model, d_model)
         self.dropout = nn.Dropout(dropout_prob)
