@@ -261,9 +261,10 @@ def flash_attn_varlen_qkvpacked_func(
     """
     _check_arrays("flash_attn_varlen_qkvpacked_func", qkv=(qkv, "total 3 H D"))
     q, k, v = qkv.unbind(1)
-    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    return flash_attn_varlen_func(q, k, v, *lengths, *options, return_attn_probs)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, return_attn_probs
+    )
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -299,9 +300,18 @@ def flash_attn_varlen_kvpacked_func(
     """
     _check_arrays("flash_attn_varlen_kvpacked_func", kv=(kv, "total_k 2 G D"))
     k, v = kv.unbind(1)
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    return flash_attn_varlen_func(q, k, v, *lengths, *options, return_attn_probs)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        *options,
+        return_attn_probs,
+    )
 
 
 @torch.no_grad()
