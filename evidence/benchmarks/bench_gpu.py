@@ -12,7 +12,6 @@ It needs PyTorch, Triton, NumPy, pytest and (training) Transformers. Stages, in 
     speed       attention and its peers, checked, then timed; rates of products and copies
     decode      one token against a long cache
     training    attention of a small model that is trained here
-    points      attention among points of a plane
     gates       keys at positions: forget gates
     sanitizer   a few cases of the contract under compute-sanitizer
     coarse      far blocks in shorter floats, which are off: their error and time, beside precise
@@ -52,13 +51,12 @@ from gpu import stages, suite  # noqa: E402
 from gpu.page import page  # noqa: E402
 from gpu.timing import AGAIN, lines_so_far  # noqa: E402
 
-# What runs, and how many seconds it has: 510 in all but tiles.
+# What runs, and how many seconds it has: 485 in all but tiles.
 STAGES = {
     "contract": (suite.contract, 120),
     "speed": (stages.speed, 190),
     "decode": (stages.decode, 35),
     "training": (stages.training, 25),
-    "points": (stages.points, 25),
     "gates": (stages.gates, 35),
     "sanitizer": (suite.sanitizer, 35),
     "coarse": (stages.coarse, 45),
@@ -127,7 +125,6 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["32x128", "16x64"], help="heads x size")
     caches = ["1x65536", "16x16384"]
     parser.add_argument("--caches", nargs="+", default=caches, help="batch x keys")
-    parser.add_argument("--points", nargs="+", type=int, default=[7000, 28000])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=record.RECORDS)
     parser.add_argument("--dry-run", action="store_true")
@@ -137,7 +134,7 @@ def main() -> None:
     options.dtype = torch.float16 if options.dry_run else torch.bfloat16
     if options.dry_run:
         options.lengths, options.shapes, options.caches = [16], ["1x16"], ["1x16"]
-        options.points, options.repeats = [9], 1
+        options.repeats = 1
     elif not torch.cuda.is_available():
         raise SystemExit("bench_gpu: there is no CUDA device; --dry-run tries it without one")
     options.shapes, options.caches = (

@@ -24,12 +24,11 @@ import linbias
 import linbias.torch
 import record
 from linbias.kernels import core
-from linbias.torch.points import blocked, cpu, functional
+from linbias.torch.points import cpu, functional
 
 MASK_LIMIT_BYTES = 3 * 2**30  # beyond this the bias as a mask is left out
 ALLOWED_ERROR = 2e-5
 H, D = 12, 64
-NEAR_TO_FAR = {"cpu": (cpu, core.BLOCK_KEYS), "blocked": (blocked, blocked.SIZE)}
 
 
 def grid(num_points: int) -> Tensor:
@@ -44,9 +43,9 @@ def functions(q: Tensor, k: Tensor, v: Tensor, points: Tensor) -> dict[str, Call
     attend = partial(linbias.torch.attention_points, q, k, v, points)
     plain = partial(scaled_dot_product_attention, q, k, v)
     found: dict[str, Callable[[], Tensor]] = {
-        name: partial(attend, implementation=name) for name in NEAR_TO_FAR
+        "cpu": partial(attend, implementation="cpu"),
+        "sdpa, no bias": plain,
     }
-    found["sdpa, no bias"] = plain
     if H * len(points) ** 2 * q.element_size() < MASK_LIMIT_BYTES:
         found["sdpa mask"] = partial(plain, attn_mask=bias_of(points, points)[None])
         slopes, at = -torch.tensor(linbias.slopes(H), dtype=torch.float32), points.float()
@@ -74,14 +73,11 @@ def check(name: str, out: Tensor, q: Tensor, k: Tensor, v: Tensor, points: Tenso
         raise SystemExit(f"{name} is wrong at {N} points: off by {error:.3g}")
 
 
-def work_kept(name: str, q: Tensor, k: Tensor, v: Tensor, points: Tensor) -> float | None:
-    """The share of blocks that one of our implementations reads."""
-    if name not in NEAR_TO_FAR:
-        return None
+def work_kept(q: Tensor, k: Tensor, v: Tensor, points: Tensor) -> float:
+    """The share of blocks that the core reads."""
     inputs, _ = functional._prepare("bench", (q, k, v), points, None)
-    implementation, size = NEAR_TO_FAR[name]
-    visited = implementation.operators.run(inputs).visited
-    return round(visited.double().mean().item() / -(-len(points) // size), 4)
+    visited = cpu.run(inputs).visited
+    return round(visited.double().mean().item() / -(-len(points) // core.BLOCK_KEYS), 4)
 
 
 def bench(num_points: int, given: record.Fields, options: argparse.Namespace) -> None:
@@ -92,8 +88,8 @@ def bench(num_points: int, given: record.Fields, options: argparse.Namespace) ->
     for name, function in timed.items():
         if name != "sdpa, no bias":
             check(name, function(), q, k, v, points)
-    more = {n: {"work_kept": work_kept(n, q, k, v, points)} for n in timed}
-    more["cpu"]["target"] = core.target()
+    more: dict[str, dict[str, Any]] = {name: {"work_kept": None} for name in timed}
+    more["cpu"] = {"work_kept": work_kept(q, k, v, points), "target": core.target()}
     if options.backward:
         dout, leaves = torch.randn_like(v), [x.requires_grad_() for x in (q, k, v)]
         timed = {n: lambda f=f: torch.autograd.grad(f(), leaves, dout) for n, f in timed.items()}
@@ -123,7 +119,7 @@ def main() -> None:
         case = f"points-{'memory-' * options.memory}{N}"
         given = record.fields(case, (1, H, N, D), (1, H, N, D), "float32", mode, False, inputs)
         if options.memory:
-            record.measure_memory(given, options, prepare_memory, NEAR_TO_FAR, N)
+            record.measure_memory(given, options, prepare_memory, ["cpu"], N)
         else:
             bench(N, given, options)
 

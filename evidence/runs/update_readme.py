@@ -256,7 +256,6 @@ def points_table() -> str:
         "points-",
         {
             "cpu": "linbias",
-            "blocked": "linbias, in PyTorch operations",
             "sdpa mask": "PyTorch's SDPA, the bias as its mask, made before",
             "sdpa mask, made": "PyTorch's SDPA, the bias as its mask, made in the call",
             "sdpa, no bias": "PyTorch's SDPA without a bias",

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 # A part, the extra that brings what it needs, and the packages that it imports at once.
 PARTS = {
     "linbias.torch": ("torch", ("torch",)),
-    "linbias.compat.chapter_torch": ("torch", ("torch",)),
     "linbias.compat.fairseq": ("torch", ("torch",)),
     "linbias.compat.flash_attn": ("torch", ("torch",)),
     "linbias.compat.labml": ("torch", ("torch",)),

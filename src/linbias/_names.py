@@ -72,8 +72,10 @@ _AMONG_POINTS = {
 }
 
 
-def show_keywords(options: type) -> Callable[[F], F]:
-    """Show keywords of a TypedDict, with the defaults of `Request`, in a function's signature."""
+def show_keywords(
+    options: type, defaults: Mapping[str, object] = Request._field_defaults
+) -> Callable[[F], F]:
+    """Show keywords of a TypedDict in a function's signature; those without a default are None."""
 
     def show(function: F) -> F:
         own = inspect.signature(function)
@@ -83,7 +85,7 @@ def show_keywords(options: type) -> Callable[[F], F]:
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=Request._field_defaults.get(name),
+                default=defaults.get(name),
                 annotation=hint,
             )
             for name, hint in options.__annotations__.items()

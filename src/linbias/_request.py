@@ -175,6 +175,7 @@ class Problem:
 
 # What not every implementation has, by the field that asks for it, and what those say without it.
 SPECIAL = {
+    "any_order": "it wants keys, and queries among them, in the order of their positions",
     "mask": "it takes a key_range but no mask",
     "added": "it takes a mask of bool, but none of numbers that are added to the scores",
     "positions": "positions are not built yet",
@@ -421,11 +422,11 @@ def check_parts(outs: Sequence[tuple[int, ...]], lses: Sequence[tuple[int, ...]]
             )
 
 
-def check_dropout(function: str, dropout: object) -> float:
+def check_dropout(function: str, dropout: object, name: str = "dropout") -> float:
     """Dropout is a number from 0 to LARGEST_DROPOUT."""
-    number = _number(function, "dropout", dropout, -math.inf, math.inf, 0.0)
+    number = _number(function, name, dropout, -math.inf, math.inf, 0.0)
     if not 0 <= number <= LARGEST_DROPOUT:
-        raise ValueError(f"{function}: dropout must be in [0, 1 - 2^-32], got {number}")
+        raise ValueError(f"{function}: {name} must be in [0, 1 - 2^-32], got {number}")
     return number
 
 

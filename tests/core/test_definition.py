@@ -9,6 +9,7 @@ import linbias
 import linbias.cpu
 import linbias.near_to_far
 from cases import CASES, PLACED_CASES, RANGED_CASES, Case, make_inputs, short
+from chapter import HEADS, OUTPUT, chapters_table
 from linbias.example import TOKENS, K, Q, V
 from truth import true_attention
 
@@ -37,8 +38,16 @@ def test_the_chapters_own_layout_is_split_into_heads():
     np.testing.assert_array_equal(lse, expected_lse)
 
 
+def test_the_chapters_weights_and_outputs_to_the_digit():
+    trace = chapter()
+    output = linbias.attention(Q, K, V, [0.5, 0.25], causal=False, num_heads=2)
+    matrices = *trace.weights, trace.weights.mean(0), output
+    for matrix, table in zip(matrices, (*HEADS.split("\n\n"), OUTPUT), strict=True):
+        printed = [[f"{x:.4f}" for x in row] for row in matrix]
+        assert printed == [cells for _, *cells in chapters_table(table)]
+
+
 def test_chapter_steps():
-    """Its weights and outputs: test_compat_chapter.py."""
     trace = chapter()
     direct = linbias.attention(heads(Q), heads(K), heads(V), [0.5, 0.25], causal=False)
     np.testing.assert_array_equal(direct, trace.output)

@@ -55,7 +55,7 @@ LAYERS = {
 }
 IMPLEMENTATIONS = {
     *(f"linbias.torch.impl.{name}" for name in ("dense", "blocked", "cpu", "triton", "sdpa")),
-    *(f"linbias.torch.points.{name}" for name in ("dense", "blocked", "cpu")),
+    *(f"linbias.torch.points.{name}" for name in ("dense", "cpu")),
     *(f"linbias.jax.impl.{name}" for name in ("dense", "blocked", "cpu")),
 }
 
@@ -187,7 +187,7 @@ def test_public_names():
     assert linbias.jax.context_parallel.__all__ == ["attention", "needed_halo"]
 
 
-@pytest.mark.parametrize("name", ["labml", "chapter", "chapter_torch", "fairseq", "flash_attn"])
+@pytest.mark.parametrize("name", ["labml", "fairseq", "flash_attn"])
 def test_compat_loads_its_modules_when_they_are_named(name):
     assert getattr(linbias.compat, name) is importlib.import_module(f"linbias.compat.{name}")
     assert name in dir(linbias.compat)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from linbias.compat.chapter_torch import ALiBiAttention
 from linbias.compat.fairseq import ParallelAttentionBlock
 from linbias.compat.labml import AlibiMultiHeadAttention
 from linbias.models import (
@@ -43,7 +42,6 @@ BUILD = {
     "sigmoid layer": lambda: MultiheadAttention(16, 4, variant="directional", learned="sigmoid"),
     "layer in 16 bits": lambda: MultiheadAttention(16, 4, learned=True, dtype=torch.bfloat16),
     "points": lambda: PointAttention(16, 4, learned=True),
-    "chapter": lambda: ALiBiAttention(16, 4),
     "parallel block": lambda: ParallelAttentionBlock(16, 4, 4),
     "labml": lambda: AlibiMultiHeadAttention(4, 16),
     "baichuan": lambda: BaichuanForCausalLM(BaichuanConfig(**SMALL, intermediate_size=8)),

@@ -81,7 +81,7 @@ EXAMPLES = {
     "linbias.explore": explore.__all__,
     **{
         f"linbias.compat.{module}": getattr(linbias.compat, module).__all__
-        for module in ("chapter", "chapter_torch", "fairseq", "flash_attn", "labml")
+        for module in ("fairseq", "flash_attn", "labml")
     },
 }
 if find_spec("flax"):  # which has no release for every Python

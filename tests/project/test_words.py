@@ -12,8 +12,8 @@ SOURCES = [
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".js", ".html", ".css")
 ]
-# The book chapter's own words, an attribute's former name, and names of tests and what failed.
-ELSEWHERE = {"compat/chapter.py", "linbias/explain.py", "docs/LOG.md"}
+# An attribute's former name, and names of tests and what failed.
+ELSEWHERE = {"linbias/explain.py", "docs/LOG.md"}
 
 
 @pytest.mark.parametrize(

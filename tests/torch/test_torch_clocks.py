@@ -1,6 +1,7 @@
 """Keys in any order, queries with a clock of their own, and positions as callers have them."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import linbias
 from linbias._request import Request
-from linbias.torch import attention, attention_weights, clocks, visited
+from linbias.torch import attention, attention_weights, visited
 from linbias.torch.call import _with_values, prepare
 
 B, H, G, D = 2, 4, 2, 5
@@ -29,32 +30,38 @@ def hidden(x):
 
 
 CASES = {
-    "own-clocks": (17, 23, {"query_positions": times(B, 17), "positions": times(B, 23)}),
-    "one-clock-for-all-rows": (17, 23, {"query_positions": times(17), "positions": times(23)}),
-    "sorted-keys": (17, 23, {"query_positions": times(B, 17), "positions": np.sort(times(B, 23))}),
-    "more-queries-than-keys": (40, 3, {"query_positions": times(B, 40), "positions": times(B, 3)}),
-    "one-query": (1, 23, {"query_positions": times(B, 1), "positions": times(B, 23)}),
-    "heads-of-keys": (7, 23, {"query_positions": times(B, 7), "positions": times(B, H, 23)}),
-    "heads-of-queries": (7, 23, {"query_positions": times(B, H, 7), "positions": times(23)}),
-    "ranges": (9, 23, {"query_positions": times(B, 9), "positions": hidden(times(B, 23)),
-                       "key_range": RANGES}),
-    "ranges-of-heads": (9, 23, {"query_positions": times(B, 9), "positions": times(B, 23),
-                                "key_range": np.array([[[1, 23], [0, 22]], [[2, 3], [0, 0]]])}),
-    "ties": (17, 23, {"query_positions": np.round(times(B, 17) / 3),
-                      "positions": np.round(times(B, 23) / 3), **HALVES}),
-    "keys-in-any-order": (23, 23, {"positions": times(B, 23)}),
-    "the-last-keys-ask": (7, 23, {"positions": np.round(times(B, 23) / 3), **HALVES}),
-    "mask": (7, 9, {"query_positions": times(B, 7), "positions": times(B, 9),
-                    "mask": RNG.random((B, 1, 7, 9)) < 0.7}),
-    "numbers-of-a-mask": (7, 9, {"query_positions": times(7), "positions": times(9),
-                                 "mask": RNG.normal(size=(H, 7, 9))}),
-}  # fmt: skip
+    "own-clocks": (17, 23, times(B, 17), times(B, 23)),
+    "one-clock-for-all-rows": (17, 23, times(17), times(23)),
+    "sorted-keys": (17, 23, times(B, 17), np.sort(times(B, 23))),
+    "more-queries-than-keys": (40, 3, times(B, 40), times(B, 3)),
+    "one-query": (1, 23, times(B, 1), times(B, 23)),
+    "heads-of-keys": (7, 23, times(B, 7), times(B, H, 23)),
+    "heads-of-queries": (7, 23, times(B, H, 7), times(23)),
+    "ranges": (9, 23, times(B, 9), hidden(times(B, 23))),
+    "ranges-of-heads": (9, 23, times(B, 9), times(B, 23)),
+    "ties": (17, 23, np.round(times(B, 17) / 3), np.round(times(B, 23) / 3)),
+    "keys-in-any-order": (23, 23, None, times(B, 23)),
+    "the-last-keys-ask": (7, 23, None, np.round(times(B, 23) / 3)),
+    "mask": (7, 9, times(B, 7), times(B, 9)),
+    "numbers-of-a-mask": (7, 9, times(7), times(9)),
+}
+MORE = {
+    "ranges": {"key_range": RANGES},
+    "ranges-of-heads": {"key_range": np.array([[[1, 23], [0, 22]], [[2, 3], [0, 0]]])},
+    "ties": HALVES,
+    "the-last-keys-ask": HALVES,
+    "mask": {"mask": RNG.random((B, 1, 7, 9)) < 0.7},
+    "numbers-of-a-mask": {"mask": RNG.normal(size=(H, 7, 9))},
+}
 
 
 def call(name):
     """Arrays, slopes and options of a case."""
-    T, S, given = CASES[name]
-    options = {"causal": False, "right_slopes": SIDES, **given}
+    T, S, asking, positions = CASES[name]
+    options = {"causal": False, "right_slopes": SIDES, "positions": positions}
+    if asking is not None:
+        options["query_positions"] = asking
+    options |= MORE.get(name, {})
     slopes = options.pop("slopes", STEEP)
     shapes = (B, H, T, D), (B, G, S, D), (B, G, S, 3)
     rng = np.random.default_rng(T * S)
@@ -65,13 +72,11 @@ def tensors(options):
     return {n: x if isinstance(x, bool) else torch.tensor(x) for n, x in options.items()}
 
 
-@pytest.mark.parametrize("run", (4, 256))
-@pytest.mark.parametrize("implementation", ("cpu", "blocked", "dense", "sdpa"))
-@pytest.mark.parametrize("name", CASES)
-def test_results_and_gradients_are_those_of_the_definition(name, implementation, run, monkeypatch):
-    if "mask" in name and implementation in ("cpu", "blocked"):
-        implementation = "auto"
-    monkeypatch.setattr(clocks, "_RUN", run)
+SORTED = [("keys-in-any-order", name) for name in ("cpu", "blocked")]
+
+
+@pytest.mark.parametrize(("name", "implementation"), [*product(CASES, ("dense", "sdpa")), *SORTED])
+def test_results_and_gradients_are_those_of_the_definition(name, implementation):
     arrays, slopes, options = call(name)
     leaves = [torch.tensor(x).requires_grad_() for x in (*arrays, slopes)]
     given = tensors(options)
@@ -116,10 +121,8 @@ def test_any_order_of_keys_and_queries_gives_the_same_rows():
     x = torch.tensor(np.sort(times(B, 23)))
     in_order = attention(q, k, v, STEEP, causal=False, right_slopes=SIDES, positions=x)
     mixed = torch.randperm(23)
-    found = attention(
-        *(y[:, :, mixed] for y in (q, k, v)), STEEP,
-        causal=False, right_slopes=SIDES, positions=x[:, mixed],
-    )  # fmt: skip
+    options = {"causal": False, "right_slopes": SIDES, "positions": x[:, mixed]}
+    found = attention(*(y[:, :, mixed] for y in (q, k, v)), STEEP, **options)
     torch.testing.assert_close(found, in_order[:, :, mixed])
 
 
@@ -137,26 +140,13 @@ def test_arrays_in_order_keep_it_where_they_tie_on_any_device(backwards):
     )
 
 
-def test_far_keys_of_another_clock_stay_unread():
-    seen = []
-
-    def watched(inputs, problem):
-        seen.append((inputs.q.shape[2], inputs.k.shape[2]))
-        return attend(inputs, problem)
-
-    from functools import partial
-
-    from linbias.torch.call import prepare, run
-
-    attend = partial(run, implementation="auto", return_lse=True)
-    q, k, v = torch.randn(3, 1, 2, 3000, 4)
-    x, xq = (torch.rand(3000) * 3000 for _ in range(2))
-    inputs, problem = prepare("attention", q, k, v, None, causal=False,
-                              positions=x, query_positions=xq)  # fmt: skip
-    assert problem.any_order
-    clocks.attention(inputs, problem, watched)
-    among = 3000 * 3000 - sum(T * S for T, S in seen)
-    assert among <= 3000 * 2 * clocks._RUN  # what is computed pair by pair grows with T alone
+def test_queries_far_from_all_keys_lose_no_digits():
+    (q, k, v), _, options = call("own-clocks")
+    options["query_positions"] = options["query_positions"] + 1e8
+    narrow = [torch.tensor(x, dtype=torch.float32) for x in (q, k, v)]
+    out = attention(*narrow, STEEP, **tensors(options))
+    expected = linbias.attention(q, k, v, STEEP, **options)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_dropout_keeps_its_share_and_differs_between_rows():
@@ -213,17 +203,32 @@ def test_stamps_of_padding_may_be_anything():
 
 
 ONES = torch.ones(1, 2, 3, 4)
-REFUSED = (
-    (ValueError, {"positions": [0, 2, 1]}, "positions must not fall.*or say causal=False"),
-    (ValueError, {"positions": [0, 2, 1], "causal": False, "query_start": torch.tensor([0])},
-     "positions must not fall"),
-    (ValueError, {"positions": [0, 1, 2], "query_positions": [2, 1, 0]},
-     "query_positions must be at least .*; causal=False without query_start finds them by itself"),
-    (ValueError, {"positions": torch.tensor([0, 1, 2**53 + 1])}, "integers within 2.53 of each"),
-    (TypeError, {"positions": torch.ones(3) > 0}, "positions must be float32, .*, got bool"),
-    (TypeError, {"positions": np.zeros(3, "M8[s]"), "query_positions": torch.ones(3)},
-     r"of one kind, got datetime64\[s\] and float32"),
-)  # fmt: skip
+BY_THE_CORE = {"causal": False, "query_positions": [1, 1, 1], "implementation": "cpu"}
+NOT_IN_ORDER = [
+    ({"positions": [0, 2, 1]}, "positions must not fall.*or say causal=False"),
+    ({"positions": [0, 2, 1], "causal": False, "query_start": torch.tensor([0])}, "must not fall"),
+    (
+        {"positions": [0, 1, 2], "query_positions": [2, 1, 0]},
+        "query_positions must be at least .*; causal=False without query_start finds them",
+    ),
+    ({"positions": torch.tensor([0, 1, 2**53 + 1])}, "integers within 2.53 of each"),
+]
+OF_ANOTHER_KIND = [
+    ({"positions": torch.ones(3) > 0}, "positions must be float32, .*, got bool"),
+    (
+        {"positions": np.zeros(3, "M8[s]"), "query_positions": torch.ones(3)},
+        r"of one kind, got datetime64\[s\] and float32",
+    ),
+]
+REFUSED = [
+    *((ValueError, *row) for row in NOT_IN_ORDER),
+    *((TypeError, *row) for row in OF_ANOTHER_KIND),
+    (
+        NotImplementedError,
+        {"positions": [0, 2, 1], **BY_THE_CORE},
+        "cpu cannot run this call: it wants keys, .*, in the order of their positions",
+    ),
+]
 
 
 @pytest.mark.parametrize(("kind", "options", "words"), REFUSED)

@@ -100,7 +100,7 @@ CALLS = {
     "layer among points": (layer, ("x", "among_points", "points", "key_padding_mask"), {}),
 }
 WITH_ONE_OF_ITS_OWN = {attention_weights, layer}
-WITHOUT_MASKS = {"mask": ("sdpa", "dense"), "points": ("cpu", "blocked", "dense")}
+WITHOUT_MASKS = {"mask": ("sdpa", "dense"), "points": ("cpu", "dense")}
 
 
 def taken(name, n):

@@ -72,25 +72,6 @@ def gated(q: Tensor, k: Tensor, v: Tensor, log_gates: Tensor) -> Makers:
     }
 
 
-def among_points(q: Tensor, k: Tensor, v: Tensor, points: Tensor, slopes: Tensor) -> Makers:
-    """Peers of attention whose scores fall with the distance of points [N, 2], float32."""
-    torch.compiler.reset()
-    x, y = points.T.contiguous()
-
-    def fall(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return s - slopes[h] * ((x[i] - x[j]) ** 2 + (y[i] - y[j]) ** 2).sqrt()
-
-    def made_in_the_call() -> Tensor:
-        bias = (torch.cdist(points, points) * -slopes[:, None, None]).to(q.dtype)
-        return scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
-
-    found: Makers = {"flex": lambda: flex(q, k, v, fall, causal=False)}
-    if q.shape[1] * len(points) ** 2 * 4 < MASK_LIMIT_BYTES:
-        found["sdpa mask, made"] = lambda: made_in_the_call
-    found["sdpa, no bias"] = lambda: partial(scaled_dot_product_attention, q, k, v)
-    return found
-
-
 def flex(q: Tensor, k: Tensor, v: Tensor, score: Score | None = None, **options: Any) -> Call:
     return partial(flex_like(q, k, score, **options), q, k, v)
 

@@ -14,7 +14,6 @@ import linbias
 import linbias.torch
 import record
 from bench_attention import inputs_of
-from bench_points import grid
 from gpu import peers
 from gpu.timing import GRAPH, Call, Case, Makers, measure
 from linbias.kernels.triton.sizes import Sizes, Tile, forced
@@ -145,28 +144,6 @@ def captured(function: Call) -> Call:
         return out
 
     return replay
-
-
-def points(options: argparse.Namespace) -> None:
-    """Attention among points of a plane, which has no kernel of its own on a GPU."""
-    H, D = options.shapes[-1]
-    for N in options.points:
-        torch.manual_seed(0)
-        q, k, v = random(1, H, N, D, options)
-        where, slopes = grid(N).float().to(options.device), slopes_of(H, options)
-
-        case = Case(f"points-{N}", q, k, v, partial(exact_points, where, slopes), causal=False)
-        attend = partial(linbias.torch.attention_points, *case.leaves, where, slopes)
-        makers: Makers = {
-            "blocked": lambda attend=attend: partial(attend, implementation="blocked")
-        }
-        measure(case, makers | peers.among_points(*case.leaves, where, slopes), options)
-
-
-def exact_points(where: Tensor, slopes: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Out of the last rows in the inputs' precision."""
-    bias = torch.cdist(where[-q.shape[2] :].double(), where.double()) * -slopes[:, None, None]
-    return (q @ k.mT * q.shape[-1] ** -0.5 + bias).softmax(-1) @ v
 
 
 def gates(options: argparse.Namespace) -> None:

@@ -46,7 +46,6 @@ class Case:
     v: Tensor
     exact: Callable[[Tensor, Tensor, Tensor], Tensor]
     inputs: str = "random normal"
-    causal: bool = True
     modes: tuple[str, ...] = (FORWARD, BACKWARD)
     fields: dict[str, Callable[[], Fields]] = field(default_factory=dict)
 
@@ -59,9 +58,7 @@ class Case:
         for x in self.leaves:
             x.requires_grad_(mode == BACKWARD)
         dtype = str(self.q.dtype).removeprefix("torch.")
-        return record.fields(
-            self.name, self.q.shape, self.k.shape, dtype, mode, self.causal, self.inputs
-        )
+        return record.fields(self.name, self.q.shape, self.k.shape, dtype, mode, True, self.inputs)
 
     def call(self, function: Call, mode: str, dout: Tensor | None = None) -> Any:
         """Out, or the gradients of q, k and v."""

@@ -2,13 +2,11 @@
 
 A program that was written for one of these changes its import line and nothing else:
 
-| module          | in the place of                                       |
-|-----------------|-------------------------------------------------------|
-| `flash_attn`    | the functions of flash-attn 2, on any device          |
-| `labml`         | `labml_nn.transformers.alibi` of the annotated papers |
-| `fairseq`       | mask, slopes and block of the paper's repository      |
-| `chapter`       | `ALiBiAttention` of the book chapter, in NumPy        |
-| `chapter_torch` | `ALiBiAttention` of the book chapter, in PyTorch      |
+| module       | in the place of                                       |
+|--------------|-------------------------------------------------------|
+| `flash_attn` | the functions of flash-attn 2, on any device          |
+| `labml`      | `labml_nn.transformers.alibi` of the annotated papers |
+| `fairseq`    | mask, slopes and block of the paper's repository      |
 
 Each module says what differs. New code is better off with `linbias.torch.attention`.
 """
@@ -16,7 +14,7 @@ Each module says what differs. New code is better off with `linbias.torch.attent
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-_LOADED_WHEN_NAMED = ("chapter", "chapter_torch", "fairseq", "flash_attn", "labml")
+_LOADED_WHEN_NAMED = ("fairseq", "flash_attn", "labml")
 
 if not TYPE_CHECKING:  # a type checker asks for the import to be written out
 

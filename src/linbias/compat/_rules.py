@@ -10,14 +10,3 @@ def check_count(function: str, name: str, value: object) -> int:
     if value < 1:
         raise ValueError(f"{function}: {name} must be at least 1, got {value}")
     return int(value)
-
-
-def check_head_size(function: str, d_model: object, name: str, heads: object) -> int:
-    """The size of a head; d_model is a multiple of the heads, whose number is called `name`."""
-    width = check_count(function, "d_model", d_model)
-    number = check_count(function, name, heads)
-    if width % number:
-        raise ValueError(
-            f"{function}: d_model must be a multiple of {name} = {number}, got {width}"
-        )
-    return width // number

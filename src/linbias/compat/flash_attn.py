@@ -6,14 +6,32 @@ i + S - T, and with `alibi_slopes`
 
     score[i, j] = softmax_scale * q[i] . k[j] - alibi_slope * |i + S - T - j|
 
+The arguments, of those functions that have them:
+
+- `q`: [B, T, H, D], or [total_q, H, D] of sequences end to end, none of which sees another.
+- `k`, `v`: [B, S, G, D], or [total_k, G, D], dtype and device of q. Query head h reads key/value
+  head h // (H // G).
+- `qkv`, `kv`: q, k and v, or k and v, stacked before the axis of the heads.
+- `cu_seqlens_q`, `cu_seqlens_k`, or `cu_seqlens` for both: [sequences + 1], integers from 0 to the
+  total that do not fall: where sequences begin.
+- `max_seqlen_q`, `max_seqlen_k`, `max_seqlen`: the longest sequence, which is not read here.
+- `dropout_p`: the probability that a weight is dropped, in [0, 1 - 2^-32]. Pass 0 in evaluation.
+- `softmax_scale`: None means D ** -0.5.
+- `causal`: hide the keys after the query.
+- `window_size`: (left, right): a query sees so many keys before and after its own, and all of a
+  side below 0. (..., 0) is causal, and causal hides the right side.
+- `alibi_slopes`: [H] or [B, H], in any float type, at least 0. None means no bias.
+- `return_attn_probs`: return out, softmax_lse [B, H, T] or [H, total_q], float32 (float64 for
+  float64), and None in the place of S_dmask.
+
 What differs, in all functions:
 
-- `alibi_slopes` have any float type, are at least 0, and are differentiable, as is softmax_lse.
+- Slopes and softmax_lse are differentiable.
 - softmax_lse is that of the scores above; flash-attn's causal kernels add
   alibi_slope * (i + S - T). A row that sees no key has zeros and softmax_lse = inf, as there.
-- `return_attn_probs` gives None for S_dmask, and is refused with dropout.
-- `dropout_p` draws another mask, by PyTorch's generator.
-- Not built, and refused: `softcap`, rotary embeddings, paged caches.
+- `dropout_p` draws another mask, by PyTorch's generator; `return_attn_probs` is refused with it.
+- Not built, and refused by NotImplementedError: `softcap` above 0, rotary embeddings, paged
+  caches.
 - `deterministic` and `num_splits` change nothing: results always repeat bit for bit.
 """
 
@@ -21,18 +39,18 @@ from linbias import _extras
 
 _extras.require("linbias.compat.flash_attn")
 
-import itertools
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from linbias import _request, _values
+from linbias import _request
+from linbias._request import Rule, axes
 from linbias.torch import attention, attention_varlen
-from linbias.torch.call import as_int64
-from linbias.torch.operators.values import known_values, readable
+from linbias.torch.call import as_int64, check_slopes, describe
+from linbias.torch.operators.values import known_values
 
 __all__ = [
     "flash_attn_func",
@@ -61,27 +79,13 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Attend, with linear biases where `alibi_slopes` are given, as the module says.
+    """Attend, with linear biases where `alibi_slopes` are given.
 
     Args:
-        q: [B, T, H, D], floating point.
-        k, v: [B, S, G, D], dtype and device of q. Query head h reads key/value head h // (H // G).
-        dropout_p: Probability that a weight is dropped, in [0, 1 - 2^-32]. Pass 0 in evaluation.
-        softmax_scale: Factor on q . k. None means D ** -0.5.
-        causal: Hide the keys after the query; the last query stands at the last key.
-        window_size: (left, right): a query sees so many keys before and after its own, and all of
-            a side below 0. (..., 0) is causal, and causal hides the right side.
-        softcap: At most 0, which means none.
-        alibi_slopes: [H] or [B, H], at least 0. None means no bias.
-        deterministic: Changes nothing.
-        return_attn_probs: Also return softmax_lse, and None in the place of S_dmask.
-
-    Returns:
-        out [B, T, H, D] in the dtype of q; with return_attn_probs out, softmax_lse [B, H, T]
-        (float32; float64 for float64) and None.
+        All: As the module says.
 
     Raises:
-        TypeError, ValueError: A dtype, shape or value breaks a rule above.
+        TypeError, ValueError: A dtype, shape or value breaks a rule of the module.
         NotImplementedError: The option is not built here.
 
     Example:
@@ -89,10 +93,18 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True, alibi_slopes=torch.tensor([0.5, 0.25])).shape
         torch.Size([1, 5, 2, 8])
     """
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    function = "flash_attn_func"
+    sizes = _check_arrays(function, q=(q, "B T H D"), k=(k, "B S G D"), v=(v, "B S G D"))
+    _refuse_unbuilt(function, softcap, dropout_p=dropout_p if return_attn_probs else 0.0)
+    result = _attend(
+        (q, k, v),
+        _slopes(function, alibi_slopes, sizes),
+        **_window(function, causal, window_size, sizes["T"], sizes["S"]),
+        scale=softmax_scale,
+        dropout=_request.check_dropout(function, dropout_p, "dropout_p"),
+        return_lse=bool(return_attn_probs),
     )
-    return _attend("flash_attn_func", (q, k, v), options)
+    return result if isinstance(result, Tensor) else (*result, None)
 
 
 def flash_attn_qkvpacked_func(
@@ -109,8 +121,8 @@ def flash_attn_qkvpacked_func(
     """Run `flash_attn_func` on queries, keys and values that stand in one tensor.
 
     Args:
-        qkv: [B, T, 3, H, D]: q, k and v.
-        All others: As for `flash_attn_func`.
+        qkv: [B, T, 3, H, D].
+        All others: As the module says.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `flash_attn_func`.
@@ -119,11 +131,10 @@ def flash_attn_qkvpacked_func(
         >>> flash_attn_qkvpacked_func(torch.ones(1, 5, 3, 2, 8), causal=True).shape
         torch.Size([1, 5, 2, 8])
     """
-    function = "flash_attn_qkvpacked_func"
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
-    return _attend(function, _unpacked(function, "qkv", qkv, 3, 5), options)
+    _check_arrays("flash_attn_qkvpacked_func", qkv=(qkv, "B T 3 H D"))
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *options, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -141,9 +152,8 @@ def flash_attn_kvpacked_func(
     """Run `flash_attn_func` on keys and values that stand in one tensor.
 
     Args:
-        q: [B, T, H, D].
-        kv: [B, S, 2, G, D]: k and v.
-        All others: As for `flash_attn_func`.
+        kv: [B, S, 2, G, D].
+        All others: As the module says.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `flash_attn_func`.
@@ -152,11 +162,10 @@ def flash_attn_kvpacked_func(
         >>> flash_attn_kvpacked_func(torch.ones(1, 5, 4, 8), torch.ones(1, 7, 2, 2, 8)).shape
         torch.Size([1, 5, 4, 8])
     """
-    function = "flash_attn_kvpacked_func"
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
-    return _attend(function, (q, *_unpacked(function, "kv", kv, 2, 5)), options)
+    _check_arrays("flash_attn_kvpacked_func", kv=(kv, "B S 2 G D"))
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *options, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -177,19 +186,11 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """Run `flash_attn_func` on B sequences packed end to end; none sees another.
+    """Run `flash_attn_func` on sequences packed end to end.
 
     Args:
-        q: [total_q, H, D], floating point.
-        k, v: [total_k, G, D], dtype and device of q.
-        cu_seqlens_q: [B + 1], integers from 0 to total_q that do not fall: where sequences begin.
-        cu_seqlens_k: [B + 1], likewise for k and v.
-        max_seqlen_q, max_seqlen_k: At least the longest sequence; not needed otherwise.
-        All others: As for `flash_attn_func`.
         block_table: None, since it is not built.
-
-    Returns:
-        out [total_q, H, D]; with return_attn_probs out, softmax_lse [H, total_q] and None.
+        All others: As the module says.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `flash_attn_func`, or for wrong lengths.
@@ -201,12 +202,34 @@ def flash_attn_varlen_func(
         torch.Size([5, 2, 8])
     """
     function = "flash_attn_varlen_func"
-    _refuse_given(function, block_table=block_table)
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    sizes = _check_arrays(
+        function, q=(q, "total_q H D"), k=(k, "total_k G D"), v=(v, "total_k G D")
     )
-    lengths = {"_q": (cu_seqlens_q, max_seqlen_q), "_k": (cu_seqlens_k, max_seqlen_k)}
-    return _attend_varlen(function, (q, k, v), lengths, options)
+    _refuse_unbuilt(
+        function,
+        softcap,
+        dropout_p=dropout_p if return_attn_probs else 0.0,
+        block_table=block_table,
+    )
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        describe(name, offsets, function)  # which refuses what is no tensor
+    sizes["B"] = cu_seqlens_q.numel() - 1
+    result = attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        _slopes(function, alibi_slopes, sizes),
+        **_window(function, causal, window_size, len(q), len(k)),
+        scale=softmax_scale,
+        dropout=_request.check_dropout(function, dropout_p, "dropout_p"),
+        return_lse=bool(return_attn_probs),
+    )
+    if isinstance(result, Tensor):
+        return result
+    out, lse = result
+    return out, _as_theirs(lse.T), None
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -225,10 +248,8 @@ def flash_attn_varlen_qkvpacked_func(
     """Run `flash_attn_varlen_func` on queries, keys and values that stand in one tensor.
 
     Args:
-        qkv: [total, 3, H, D]: q, k and v.
-        cu_seqlens: [B + 1], as cu_seqlens_q of `flash_attn_varlen_func`.
-        max_seqlen: At least the longest sequence.
-        All others: As for `flash_attn_func`.
+        qkv: [total, 3, H, D].
+        All others: As the module says.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `flash_attn_varlen_func`.
@@ -238,12 +259,12 @@ def flash_attn_varlen_qkvpacked_func(
         >>> flash_attn_varlen_qkvpacked_func(torch.ones(5, 3, 2, 8), lengths, 3).shape
         torch.Size([5, 2, 8])
     """
-    function = "flash_attn_varlen_qkvpacked_func"
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    _check_arrays("flash_attn_varlen_qkvpacked_func", qkv=(qkv, "total 3 H D"))
+    q, k, v = qkv.unbind(1)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, return_attn_probs
     )
-    arrays = _unpacked(function, "qkv", qkv, 3, 4)
-    return _attend_varlen(function, arrays, {"": (cu_seqlens, max_seqlen)}, options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -265,10 +286,8 @@ def flash_attn_varlen_kvpacked_func(
     """Run `flash_attn_varlen_func` on keys and values that stand in one tensor.
 
     Args:
-        q: [total_q, H, D].
-        kv: [total_k, 2, G, D]: k and v.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: As for `flash_attn_varlen_func`.
-        All others: As for `flash_attn_func`.
+        kv: [total_k, 2, G, D].
+        All others: As the module says.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `flash_attn_varlen_func`.
@@ -279,12 +298,20 @@ def flash_attn_varlen_kvpacked_func(
         >>> flash_attn_varlen_kvpacked_func(q, kv, of_q, of_k, 3, 5).shape
         torch.Size([5, 4, 8])
     """
-    function = "flash_attn_varlen_kvpacked_func"
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    _check_arrays("flash_attn_varlen_kvpacked_func", kv=(kv, "total_k 2 G D"))
+    k, v = kv.unbind(1)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        *options,
+        return_attn_probs,
     )
-    lengths = {"_q": (cu_seqlens_q, max_seqlen_q), "_k": (cu_seqlens_k, max_seqlen_k)}
-    return _attend_varlen(function, (q, *_unpacked(function, "kv", kv, 2, 4)), lengths, options)
 
 
 @torch.no_grad()
@@ -316,16 +343,15 @@ def flash_attn_with_kvcache(
     cache_seqlens, as in flash-attn.
 
     Args:
-        q: [B, T, H, D], floating point.
         k_cache, v_cache: [B, S, G, D], dtype and device of q; with cache_batch_idx any B.
         k, v: [B, T_new, G, D], both or neither: written at cache_seqlens, then not None.
         cache_seqlens: One number, or integers [B]: filled positions, padding included. None: all.
         cache_batch_idx: [B], integers: the rows of the caches, then copied, for each of q.
         cache_leftpad: [B], integers: the first position of a row that is no padding. None means 0.
-        softmax_scale, causal, window_size, softcap, alibi_slopes: As for `flash_attn_func`.
         rotary_cos, rotary_sin, block_table: None, since they are not built.
-        rotary_interleaved, num_splits: Change nothing.
+        rotary_interleaved: Changes nothing.
         return_softmax_lse: Also return softmax_lse.
+        All others: As the module says.
 
     Returns:
         out [B, T, H, D]; with return_softmax_lse also softmax_lse [B, H, T].
@@ -344,26 +370,33 @@ def flash_attn_with_kvcache(
         tensor([0., 0., 0., 1., 0.])
     """
     function = "flash_attn_with_kvcache"
-    _refuse_given(function, rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table)
-    B, num_rows = len(q), len(k_cache)
-    rows = _integers(function, "cache_batch_idx", cache_batch_idx, B, num_rows - 1)
-    names = "k_cache", "v_cache"
-    _check_arrays(function, q, k_cache, v_cache, names, B if rows is None else num_rows)
-    S, new = k_cache.shape[1], _checked_new(function, q, k, v, k_cache, cache_seqlens)
-    num_new = new[0].shape[1] if new else 0
+    _refuse_unbuilt(
+        function, softcap, rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table
+    )
+    new: dict[str, tuple[Any, str]] = {}
+    if k is not None or v is not None:
+        if k is None or v is None or cache_seqlens is None:
+            raise ValueError(
+                f"{function}: k and v must be given both or neither, and with cache_seqlens, where"
+                " they are written, got None"
+            )
+        new = {"k": (k, "B T_new G D"), "v": (v, "B T_new G D")}
+    of_cache = "B S G D" if cache_batch_idx is None else "rows S G D"
+    caches = {"k_cache": (k_cache, of_cache), "v_cache": (v_cache, of_cache)}
+    sizes = _check_arrays(function, q=(q, "B T H D"), **caches, **new)
+    B, S, num_new = sizes["B"], sizes["S"], sizes.get("T_new", 0)
+    rows = _integers(function, "cache_batch_idx", cache_batch_idx, B, len(k_cache) - 1)
     if isinstance(cache_seqlens, int | np.integer):
         cache_seqlens = torch.full((B,), int(cache_seqlens), device=q.device)
     end = _integers(function, "cache_seqlens", cache_seqlens, B, S - num_new, num_new)
     first = _integers(function, "cache_leftpad", cache_leftpad, B, S)
-    options = _Options(
-        0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse
-    )
-    # Refuses what is wrong before anything is written.
-    options.as_ours(function, B, q.shape[2], q.shape[1], S)
-    if new and end is not None:
+    # What is wrong is refused before anything is written.
+    slopes = _slopes(function, alibi_slopes, sizes)
+    window = _window(function, causal, window_size, sizes["T"], S)
+    if k is not None and v is not None and end is not None:
         at = torch.arange(B, device=q.device) if rows is None else rows
         places = at[:, None], end[:, None] + torch.arange(num_new, device=q.device)
-        k_cache[places], v_cache[places] = new
+        k_cache[places], v_cache[places] = k, v
         end = end + num_new
     key_range = None
     if end is not None or first is not None:
@@ -372,82 +405,91 @@ def flash_attn_with_kvcache(
         key_range = torch.stack([first, end], dim=1)
     if rows is not None:
         k_cache, v_cache = k_cache[rows], v_cache[rows]
-    result = _attend(function, (q, k_cache, v_cache), options, key_range)
-    return result[:2] if isinstance(result, tuple) else result
-
-
-class _Options(NamedTuple):
-    """What all functions take, under flash-attn's names."""
-
-    dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_size: tuple[int, int]
-    softcap: float
-    alibi_slopes: Tensor | None
-    return_attn_probs: bool
-
-    def as_ours(self, function: str, B: int, H: int, T: int, S: int) -> dict[str, Any]:
-        """Checked arguments of our attention; B: rows of slopes, T, S: most queries and keys."""
-        if self.softcap > 0:
-            raise NotImplementedError(
-                f"{function}: softcap must be at most 0 (none), since capped scores are not built,"
-                f" got {self.softcap}"
-            )
-        if not 0 <= self.dropout_p <= _request.LARGEST_DROPOUT:
-            raise ValueError(
-                f"{function}: dropout_p must be in [0, 1 - 2^-32], got {self.dropout_p}"
-            )
-        if self.return_attn_probs and self.dropout_p:
-            raise NotImplementedError(
-                f"{function}: return_attn_probs must be False with dropout, since S_dmask of"
-                f" length x length is not made; got dropout_p={self.dropout_p}"
-            )
-        return {
-            "slopes": _slopes(function, self.alibi_slopes, B, H),
-            **_window(function, self.causal, self.window_size, T, S),
-            "scale": self.softmax_scale,
-            "dropout": self.dropout_p,
-            "return_lse": bool(self.return_attn_probs),
-        }
+    return _attend(
+        (q, k_cache, v_cache),
+        slopes,
+        **window,
+        key_range=key_range,
+        scale=softmax_scale,
+        return_lse=bool(return_softmax_lse),
+    )
 
 
 def _attend(
-    function: str, arrays: tuple[Tensor, ...], options: _Options, key_range: Tensor | None = None
-) -> Result:
-    q, k, v = arrays
-    _check_arrays(function, q, k, v)
-    ours = options.as_ours(function, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    result = attention(q, k, v, **ours, key_range=key_range)
+    arrays: tuple[Tensor, ...], slopes: Tensor | list[float], **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Our attention in the layout [B, T, H, D]."""
+    q, k, v = (x.transpose(1, 2) for x in arrays)
+    result = attention(q, k, v, slopes, **options)
     if isinstance(result, Tensor):
         return result.transpose(1, 2).contiguous()
-    return result[0].transpose(1, 2).contiguous(), _as_theirs(result[1]), None
+    out, lse = result
+    return out.transpose(1, 2).contiguous(), _as_theirs(lse)
 
 
-def _attend_varlen(
-    function: str,
-    arrays: tuple[Tensor, ...],
-    lengths: dict[str, tuple[Tensor, int]],
-    options: _Options,
-) -> Result:
-    """Attend within sequences; lengths: offsets and the longest, by what follows their names."""
-    q, k, v = arrays
-    _check_arrays(function, q, k, v, axes="[total, H, D]")
-    for (name, (offsets, longest)), total in zip(lengths.items(), (len(q), len(k)), strict=False):
-        _check_offsets(function, name, offsets, longest, total)
-    of_each = [*lengths.values()]
-    (starts_q, longest_q), (starts_k, longest_k) = of_each[0], of_each[-1]
-    ours = options.as_ours(function, len(starts_q) - 1, q.shape[1], int(longest_q), int(longest_k))
-    result = attention_varlen(q, k, v, starts_q, starts_k, **ours)
-    if isinstance(result, Tensor):
-        return result
-    return result[0], _as_theirs(result[1].T), None
+def _check_arrays(function: str, **arrays: tuple[Any, str]) -> dict[str, int]:
+    """The sizes of arrays by the letters of their axes, as they come with each: what has the same
+    letter is as long, and all are of the dtype and on the device of the first.
+    """
+    like = next(iter(arrays))
+    sizes: dict[str, int] = {}
+    for name, (array, letters) in arrays.items():
+        x, wanted = describe(name, array, function), describe(like, arrays[like][0], function)
+        if x[1:] != wanted[1:] or x.dtype not in _request.FLOATS:
+            raise TypeError(
+                f"{function}: {name} must hold floating point, in the dtype and on the device of"
+                f" {like}, {wanted.dtype} on {wanted.device}, got {x.dtype} on {x.device}"
+            )
+        rule = Rule(axes(letters), "floats")
+        if len(x.shape) == len(rule.axes[0]):
+            for letter, size in zip(rule.axes[0], x.shape, strict=True):
+                if isinstance(letter, str):
+                    sizes.setdefault(letter, size)
+        unknown = {letter: letter for letter in letters.split()}
+        _request.check_array(function, name, x, rule, {**unknown, **sizes})
+    H, G = sizes.get("H", 0), sizes.get("G", 1)
+    if H % G if G else H:
+        raise ValueError(
+            f"{function}: the heads of q must be a multiple of those of k, got {H} and {G}"
+        )
+    return sizes
 
 
-def _as_theirs(lse: Tensor) -> Tensor:
-    """inf where a row sees no key."""
-    return lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
+def _refuse_unbuilt(
+    function: str, softcap: float, dropout_p: float = 0.0, **options: object
+) -> None:
+    """Refuse what is not built; dropout_p: of a call with return_attn_probs."""
+    if softcap > 0:
+        raise NotImplementedError(
+            f"{function}: softcap must be at most 0 (none), since capped scores are not built,"
+            f" got {softcap}"
+        )
+    if dropout_p:
+        raise NotImplementedError(
+            f"{function}: return_attn_probs must be False with dropout, since S_dmask of"
+            f" length x length is not made; got dropout_p={dropout_p}"
+        )
+    for name, value in options.items():
+        if value is not None:
+            instead = "gather the pages of each sequence into k and v first"
+            if name.startswith("rotary"):
+                instead = "rotate q and k before the call"
+            raise NotImplementedError(
+                f"{function}: {name} must be None, since it is not built: {instead};"
+                f" got {type(value).__name__}"
+            )
+
+
+def _slopes(
+    function: str, alibi_slopes: Tensor | None, sizes: dict[str, int]
+) -> Tensor | list[float]:
+    if alibi_slopes is None:
+        return [0.0] * sizes["H"]
+    described = describe("alibi_slopes", alibi_slopes, function)
+    rule = _request.RULES["slopes"]
+    _request.check_array(function, "alibi_slopes", described, rule, sizes)
+    check_slopes(function, "alibi_slopes", alibi_slopes)
+    return alibi_slopes
 
 
 def _window(
@@ -468,111 +510,14 @@ def _window(
     return {"causal": bool(causal) or right == 0, "window": window}
 
 
-def _slopes(function: str, alibi_slopes: Any, B: int, H: int) -> Tensor | list[float]:
-    if alibi_slopes is None:
-        return [0.0] * H
-    if not isinstance(alibi_slopes, Tensor) or not alibi_slopes.is_floating_point():
-        kind = str(getattr(alibi_slopes, "dtype", type(alibi_slopes).__name__))
-        raise TypeError(
-            f"{function}: alibi_slopes must be a tensor of floating point,"
-            f" got {kind.removeprefix('torch.')}"
-        )
-    if not _request.has_shape(alibi_slopes, (H,), (B, H)):
-        raise ValueError(
-            f"{function}: alibi_slopes must have shape [H] = {[H]} or [B, H] = {[B, H]},"
-            f" got {list(alibi_slopes.shape)}"
-        )
-    if (values := known_values(alibi_slopes.double())) is not None:
-        _values.check_slope_values(function, "alibi_slopes", values)
-    return alibi_slopes
-
-
-def _unpacked(function: str, name: str, packed: Any, number: int, axes: int) -> tuple[Tensor, ...]:
-    """q, k and v, or k and v, of a tensor that has them on the axis before that of the heads."""
-    form = f"[{'B, T' if axes == 5 else 'total'}, {number}, H, D]"
-    if not isinstance(packed, Tensor):
-        raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(packed).__name__}")
-    if packed.dim() != axes or packed.shape[-3] != number:
-        raise ValueError(f"{function}: {name} must have shape {form}, got {list(packed.shape)}")
-    return packed.unbind(-3)
-
-
-def _check_arrays(
-    function: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    names: tuple[str, str] = ("k", "v"),
-    num_rows: int | None = None,
-    axes: str = "[B, T, H, D]",
-) -> None:
-    """q, k and v fit together; k and v may have another number of rows than q."""
-    given: tuple[tuple[str, Any], ...] = ("q", q), (names[0], k), (names[1], v)
-    for name, x in given:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dim() != axes.count(",") + 1:
-            raise ValueError(f"{function}: {name} must have axes {axes}, got {list(x.shape)}")
-        if x.dtype != q.dtype or x.device != q.device or not x.is_floating_point():
-            raise TypeError(
-                f"{function}: {name} must hold floating point, in the dtype and on the device of"
-                f" q, {q.dtype} on {q.device}, got {x.dtype} on {x.device}"
-            )
-    H, G = q.shape[-2], k.shape[-2]
-    if H % G if G else H:
-        raise ValueError(
-            f"{function}: the heads of q must be a multiple of those of {names[0]},"
-            f" got {H} and {G}"
-        )
-    rows = q.shape[:-3] if num_rows is None else (num_rows,)
-    want = (*rows, *k.shape[-3:-1], q.shape[-1])
-    for name, x in given[1:]:
-        if tuple(x.shape) != want:
-            raise ValueError(
-                f"{function}: {name} must have shape {list(want)}, got {list(x.shape)}"
-            )
-
-
-def _checked_new(
-    function: str,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    k_cache: Tensor,
-    cache_seqlens: int | Tensor | None,
-) -> tuple[Tensor, Tensor] | None:
-    """The keys and values that are written into the caches, if there are any."""
-    if k is None and v is None:
-        return None
-    if k is None or v is None:
-        name = "k" if k is None else "v"
-        raise ValueError(f"{function}: k and v must be given both or neither, got {name}=None")
-    if cache_seqlens is None:
-        raise ValueError(
-            f"{function}: cache_seqlens must be given with k and v, which are written there,"
-            " got None"
-        )
-    _check_arrays(function, q, k, v)
-    if k.shape[2] != k_cache.shape[2]:
-        raise ValueError(
-            f"{function}: k must have the {k_cache.shape[2]} heads of k_cache, got {k.shape[2]}"
-        )
-    return k, v
-
-
 def _integers(
-    function: str, name: str, values: Any, B: int, most: int, num_new: int = 0
+    function: str, name: str, values: Tensor | None, B: int, most: int, num_new: int = 0
 ) -> Tensor | None:
     """Integers [B] between 0 and `most`, as int64; num_new: positions that must still fit."""
     if values is None:
         return None
-    if not isinstance(values, Tensor) or values.is_floating_point() or values.dtype == torch.bool:
-        kind = str(getattr(values, "dtype", type(values).__name__)).removeprefix("torch.")
-        raise TypeError(f"{function}: {name} must hold integers, got {kind}")
-    if not _request.has_shape(values, (B,)):
-        raise ValueError(
-            f"{function}: {name} must have shape [B] = {[B]}, got {list(values.shape)}"
-        )
+    rule = Rule(axes("B"), "integers")
+    _request.check_array(function, name, describe(name, values, function), rule, {"B": B})
     values = as_int64(values)
     if known_values(values) is not None and ((values < 0) | (values > most)).any():
         room = f", so that {num_new} more fit into the cache" if num_new else ""
@@ -580,37 +525,6 @@ def _integers(
     return values
 
 
-def _check_offsets(function: str, of: str, offsets: Any, longest: int, total: int) -> None:
-    """Offsets start at 0, never fall and end at the total; no sequence is longer than was said."""
-    name = f"cu_seqlens{of}"
-    if not isinstance(offsets, Tensor) or offsets.is_floating_point() or offsets.dim() != 1:
-        kind = str(getattr(offsets, "dtype", type(offsets).__name__)).removeprefix("torch.")
-        raise TypeError(f"{function}: {name} must be integers [B + 1], got {kind}")
-    if readable(offsets) is None:
-        return
-    starts = offsets.tolist()
-    if not starts or starts[0] != 0 or starts[-1] != total or starts != sorted(starts):
-        raise ValueError(
-            f"{function}: {name} must start at 0, never fall and end at {total}, got {starts}"
-        )
-    most = max((b - a for a, b in itertools.pairwise(starts)), default=0)
-    if most > longest:
-        raise ValueError(
-            f"{function}: max_seqlen{of} must be at least {most}, the longest sequence,"
-            f" got {longest}"
-        )
-
-
-def _refuse_given(function: str, **options: object) -> None:
-    """Refuse what is not built."""
-    instead = {
-        "rotary_cos": "rotate q and k before the call",
-        "rotary_sin": "rotate q and k before the call",
-        "block_table": "gather the pages of each sequence into k and v first",
-    }
-    for name, value in options.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{function}: {name} must be None, since it is not built: {instead[name]};"
-                f" got {type(value).__name__}"
-            )
+def _as_theirs(lse: Tensor) -> Tensor:
+    """inf where a row sees no key."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linbias import _request
-from linbias.compat._rules import check_count, check_head_size
+from linbias.compat._rules import check_count
 from linbias.schedules import slopes
 from linbias.torch import attention
 
@@ -102,14 +102,18 @@ class AlibiMultiHeadAttention(nn.Module):
 
     def __init__(self, heads: int, d_model: int, dropout_prob: float = 0.1) -> None:
         super().__init__()
-        self.d_k = check_head_size("AlibiMultiHeadAttention", d_model, "heads", heads)
-        self.heads = heads
-        self.scale = self.d_k**-0.5
-        if not 0 <= dropout_prob <= _request.LARGEST_DROPOUT:
+        width, self.heads = (
+            check_count("AlibiMultiHeadAttention", name, number)
+            for name, number in (("d_model", d_model), ("heads", heads))
+        )
+        if width % self.heads:
             raise ValueError(
-                "AlibiMultiHeadAttention: dropout_prob must be in [0, 1 - 2^-32],"
-                f" got {dropout_prob}"
+                "AlibiMultiHeadAttention: d_model must be a multiple of heads ="
+                f" {self.heads}, got {width}"
             )
+        self.d_k = width // self.heads
+        self.scale = self.d_k**-0.5
+        _request.check_dropout("AlibiMultiHeadAttention", dropout_prob, "dropout_prob")
         self.query, self.key, self.value = (_Projection(heads, d_model) for _ in range(3))
         self.output = nn.Linear(d_model, d_model)
         self.dropout = nn.Dropout(dropout_prob)

@@ -8,11 +8,9 @@ import torch
 
 from linbias.torch.impl import blocked, cpu, dense, triton
 from linbias.torch.operators.operator import Inputs, Operators
-from linbias.torch.points import blocked as points_blocked
 from linbias.torch.points import cpu as points_cpu
 from linbias.torch.points import dense as points_dense
 from linbias.torch.points.geometry import PointInputs
-from linbias.torch.points.operator import PointOperators
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -27,10 +25,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         True
     """
     near_to_far = (triton.operators, cpu.operators, blocked.operators)
-    of_points = (points_cpu.operators, points_blocked.operators)
     return {
         **{each.forward._opoverload: partial(_attention, each) for each in near_to_far},
-        **{each.forward._opoverload: partial(_attention_points, each) for each in of_points},
+        points_cpu.forward._opoverload: _attention_points,
     }
 
 
@@ -44,7 +41,7 @@ def _attention(operators: Operators, *arguments: Any) -> Any:
     )
 
 
-def _attention_points(operators: PointOperators, *arguments: Any) -> Any:
+def _attention_points(*arguments: Any) -> Any:
     inputs = PointInputs._make(arguments)
     out, lse = points_dense.attention(inputs)
-    return operators.empty_results(inputs)._replace(out=out.to(lse.dtype), row_max=lse)
+    return points_cpu.empty_results(inputs)._replace(out=out.to(lse.dtype), row_max=lse)

@@ -385,7 +385,7 @@ def autocasts(device: torch.device) -> bool:
 _CPU = torch.device("cpu")
 _NOTHING = contextlib.nullcontext()
 _SCHEMA_TYPES: dict[object, str] = {
-    **{Tensor: "Tensor", float: "float", bool: "bool", str: "str"},
+    **{Tensor: "Tensor", float: "float", int: "SymInt", bool: "bool", str: "str"},
     **{Tensor | None: "Tensor?", float | None: "float?", tuple[int, int] | None: "SymInt[]?"},
 }
 

@@ -1,16 +1,19 @@
-"""Attention over points in the compiled core (how it works: csrc/kernel/points-inl.h)."""
+"""Attention over points in the compiled core (how it works: csrc/kernel/points-inl.h).
+
+For compilers an operator is one opaque step, as in linbias.torch.operators.operator.
+"""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from linbias._request import Problem
 from linbias.kernels import core
-from linbias.torch.addresses import DTYPES, address, array, threads
-from linbias.torch.points.geometry import PointInputs, along_a_curve, parts
-from linbias.torch.points.operator import Gradients, PointOperators, Results
+from linbias.torch.addresses import DTYPES, address, array, threads, without_lost_threads
+from linbias.torch.operators.operator import parameters, returns
+from linbias.torch.points.geometry import NUM_ARRAYS, PointInputs, along_a_curve, parts
 
 NAME, WHY_MISSING = core.NAME, core.WHY_MISSING
 ABILITIES = replace(core.ABILITIES, has=())
@@ -22,38 +25,75 @@ def why_not(problem: Problem) -> str | None:
     return WHY_MISSING or ABILITIES.lacks(problem)
 
 
-def _fill(inputs: PointInputs, results: Results) -> None:
+class Results(NamedTuple):
+    """What forward gives. lse comes in two parts, whose rounded sum would cost backward digits."""
+
+    out: Tensor  # [B, H, N, E], wide
+    row_max: Tensor  # [B, H, N], wide; -inf where a query sees no key
+    log_sum: Tensor  # [B, H, N], wide
+    visited: Tensor  # [B, H, tiles], int32: blocks that each tile visited, in its order of them
+
+
+class Gradients(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dslopes: Tensor  # wide
+
+
+def attention(inputs: PointInputs) -> tuple[Tensor, Tensor]:
+    """Return out [B, H, N, E] in q's dtype and lse [B, H, N], wide."""
+    results = Results(*forward(*inputs))
+    return results.out.to(inputs.q.dtype), results.row_max + results.log_sum
+
+
+def empty_results(inputs: PointInputs) -> Results:
+    """Those of queries that see no key."""
+    (B, H, N, _), E, slopes = inputs.q.shape, inputs.v.shape[3], inputs.slopes
+    row_max = slopes.new_full((B, H, N), -torch.inf)
+    visited = torch.zeros(B, H, core.num_tiles(N), dtype=torch.int32)
+    return Results(slopes.new_zeros(B, H, N, E), row_max, torch.zeros_like(row_max), visited)
+
+
+def run(inputs: PointInputs) -> Results:
+    results = empty_results(inputs)
     for rows, num_points in parts(inputs):
         call, points, alive = _call(_part(inputs, rows, num_points))
         views = _of_part(results, rows, num_points)
         found = Results._make(x.contiguous() for x in views)  # most often the results themselves
-        core.forward(call, points, _forward(found, alive))
-        for view, x in zip(views, found, strict=True):
-            if x is not view:
-                view.copy_(x)
+        core.forward(call, points, _addresses(found, alive))
+        _write(views, found)
         del alive
+    return results
 
 
-def _find_gradients(inputs: PointInputs, dout: Tensor, dlse: Tensor, saved: Results) -> Gradients:
+@without_lost_threads()
+def _run_backward(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
+    saved, inputs = Results._make(arguments[:4]), PointInputs._make(arguments[4:])
     wide, narrow = inputs.slopes.dtype, inputs.q.dtype
     dq, dk, dv, dslopes = (torch.zeros(x.shape, dtype=wide) for x in inputs[:4])
     for rows, num_points in parts(inputs):
         call, points, alive = _call(_part(inputs, rows, num_points))
         here = rows, slice(None), slice(num_points)
         views = dq[here], dk[here], dv[here], dslopes[rows]
-        found = [x.contiguous() for x in views]
+        found = tuple(x.contiguous() for x in views)
+        names = "dq", "dk", "dv", "dleft"
         backward = core.Backward(
             dout=address(dout[here], alive),
             dlse=address(dlse[here], alive),
-            saved=_forward(_of_part(saved, rows, num_points), alive),
-            **{n: x.data_ptr() for n, x in zip(("dq", "dk", "dv", "dleft"), found, strict=True)},
+            saved=_addresses(_of_part(saved, rows, num_points), alive),
+            **{name: x.data_ptr() for name, x in zip(names, found, strict=True)},
         )
         core.backward(call, points, backward)
-        for view, x in zip(views, found, strict=True):
-            if x is not view:
-                view.copy_(x)
+        _write(views, found)
         del alive
-    return dq.to(narrow), dk.to(narrow), dv.to(narrow), dslopes
+    return Gradients(dq.to(narrow), dk.to(narrow), dv.to(narrow), dslopes)
+
+
+def _write(views: tuple[Tensor, ...], found: tuple[Tensor, ...]) -> None:
+    for view, x in zip(views, found, strict=True):
+        if x is not view:
+            view.copy_(x)
 
 
 def _part(inputs: PointInputs, rows: slice, num_points: int) -> PointInputs:
@@ -77,7 +117,6 @@ def _of_part(results: Results, rows: slice, num_points: int) -> Results:
         row_max=results.row_max[here],
         log_sum=results.log_sum[here],
         visited=results.visited[rows, :, : core.num_tiles(num_points)],
-        away=results.away[here],
     )
 
 
@@ -114,15 +153,55 @@ def _call(part: PointInputs) -> tuple["core.Call", "core.Points", list[Tensor]]:
     return call, placed, alive
 
 
-def _forward(results: Results, alive: list[Tensor]) -> "core.Forward":
-    # All but `away`: each query is a key, too, so that none is far from all keys.
-    addresses: dict[str, Any] = {
-        n: address(getattr(results, n), alive) for n in results._fields[:4]
-    }
+def _addresses(results: Results, alive: list[Tensor]) -> "core.Forward":
+    addresses: dict[str, Any] = {n: address(x, alive) for n, x in results._asdict().items()}
     return core.Forward(**addresses, visited_tiles=results.visited.shape[2])
 
 
-operators = PointOperators(
-    NAME, _fill, _find_gradients, lambda inputs: core.num_tiles(inputs.q.shape[2])
+forward = torch.library.custom_op(
+    "linbias::points_cpu_forward",
+    lambda *arguments: run(PointInputs._make(arguments)),
+    mutates_args=(),
+    schema=f"({parameters(PointInputs)}) -> {returns(Results)}",
 )
-attention = operators.attention
+backward = torch.library.custom_op(
+    "linbias::points_cpu_backward",
+    _run_backward,
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor dlse, {parameters(Results)}, {parameters(PointInputs)})"
+    f" -> {returns(Gradients)}",
+)
+
+
+def _empty_gradients(*arguments: Any) -> Gradients:
+    inputs = PointInputs._make(arguments[-len(PointInputs._fields) :])
+    return Gradients._make(
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:4]
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:NUM_ARRAYS], *output)
+    ctx.numbers = inputs[NUM_ARRAYS:]
+    # row_max counts as a constant, so that the gradient of log_sum is that of lse.
+    ctx.mark_non_differentiable(output[1], output[3])
+
+
+def _differentiate(
+    ctx: Any, dout: Tensor, _drow_max: Tensor, dlog_sum: Tensor, _dvisited: Tensor
+) -> tuple[Tensor | None, ...]:
+    arrays, saved = ctx.saved_tensors[:NUM_ARRAYS], ctx.saved_tensors[NUM_ARRAYS:]
+    gradients = backward(dout, dlog_sum, *saved, *arrays, *ctx.numbers)
+    return *gradients, *[None] * (len(PointInputs._fields) - len(gradients))
+
+
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError(
+        "attention_points: cpu gives first derivatives only; implementation='dense' gives all"
+    )
+
+
+forward.register_fake(lambda *arguments: empty_results(PointInputs._make(arguments)))
+backward.register_fake(_empty_gradients)
+forward.register_autograd(_differentiate, setup_context=_save)
+backward.register_autograd(_refuse)

@@ -1,7 +1,7 @@
 """`attention_points`: attention over points of a line, a plane or space."""
 
 import contextlib
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from linbias.torch.operators import transforms
 from linbias.torch.operators.direct import unobserved
 from linbias.torch.operators.operator import without_autocast
 from linbias.torch.operators.values import known_values
-from linbias.torch.points import blocked as points_blocked
 from linbias.torch.points import cpu as points_cpu
 from linbias.torch.points import dense as points_dense
 from linbias.torch.points import rules
@@ -28,10 +27,23 @@ from linbias.torch.shard import refuse_shard
 Points = Tensor | np.ndarray[Any, Any] | list[list[float]]
 Counts = Tensor | np.ndarray[Any, Any] | list[int]
 
-IMPLEMENTATIONS = (points_cpu, points_blocked, points_dense)
+IMPLEMENTATIONS = (points_cpu, points_dense)
 _WITHOUT_NUMPY = (torch.bfloat16, torch.float16)
 # Scores up to which the whole matrix is taken: 8 MB in float32. Not measured.
 _FEW_SCORES = 1 << 21
+
+
+class Options(TypedDict, total=False):
+    metric: str
+    global_tokens: int
+    num_points: Counts | None
+    query_points: Points | None
+    scale: float | None
+    dropout: float
+    tolerance: float | None
+
+
+_DEFAULTS = {"metric": "euclidean", "global_tokens": 0, "dropout": 0.0}
 
 
 @overload
@@ -42,15 +54,9 @@ def attention_points(
     points: Points,
     slopes: Slopes | None = ...,
     *,
-    metric: str = ...,
-    global_tokens: int = ...,
-    num_points: Counts | None = ...,
-    query_points: Points | None = ...,
-    scale: float | None = ...,
-    dropout: float = ...,
-    tolerance: float | None = ...,
     implementation: str = ...,
     return_lse: Literal[True],
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_points(
@@ -60,16 +66,11 @@ def attention_points(
     points: Points,
     slopes: Slopes | None = ...,
     *,
-    metric: str = ...,
-    global_tokens: int = ...,
-    num_points: Counts | None = ...,
-    query_points: Points | None = ...,
-    scale: float | None = ...,
-    dropout: float = ...,
-    tolerance: float | None = ...,
     implementation: str = ...,
     return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
 ) -> Tensor: ...
+@_names.show_keywords(Options, _DEFAULTS)
 def attention_points(
     q: Tensor,
     k: Tensor,
@@ -77,16 +78,9 @@ def attention_points(
     points: Points,
     slopes: Slopes | None = None,
     *,
-    metric: str = "euclidean",
-    global_tokens: int = 0,
-    num_points: Counts | None = None,
-    query_points: Points | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    tolerance: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
-    **unknown: object,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention among points, whose scores fall linearly with their distance.
 
@@ -119,10 +113,10 @@ def attention_points(
             tokens, which see the keys and not each other. All stand somewhere, so that
             global_tokens are keys; for those that stand nowhere call `attention` with slopes of
             zero.
-        scale, dropout, tolerance: As for `attention`; dropout by `blocked` and `dense`.
-        implementation: `cpu` is near to far in compiled code, without query_points and dropout,
-            and `blocked` in PyTorch operations, both in memory that is linear in N; `dense` holds
-            arrays of [B, H, T, N]. "auto" takes the first that can, but `dense` for few tokens.
+        scale, dropout, tolerance: As for `attention`.
+        implementation: `cpu` is near to far, in memory that is linear in N, on the CPU and without
+            query_points and dropout; `dense`, which takes every call, holds arrays of
+            [B, H, T, N]. "auto" takes the first that can, but `dense` for few tokens.
         return_lse: Also return lse.
 
     Returns:
@@ -152,24 +146,12 @@ def attention_points(
     "TITAN", 2024 (pathology slides, with a global token).
     """
     function = "attention_points"
-    if unknown:
-        _names.refuse_unknown(function, unknown, attention_points)
+    if not options.keys() <= Options.__annotations__.keys():
+        _names.refuse_unknown(function, options, attention_points)
     refuse_shard(function)
     compiles = torch.compiler.is_compiling()  # which knows nothing of processes
     with contextlib.nullcontext() if compiles else without_lost_threads():
-        inputs, problem = _prepare(
-            function,
-            (q, k, v),
-            points,
-            slopes,
-            metric=metric,
-            global_tokens=global_tokens,
-            num_points=num_points,
-            query_points=query_points,
-            scale=scale,
-            dropout=dropout,
-            tolerance=tolerance,
-        )
+        inputs, problem = _prepare(function, (q, k, v), points, slopes, **options)
         arrays: tuple[Any, ...] = inputs[:NUM_ARRAYS]
         if q.device.type == "cpu" and unobserved(*arrays):  # so that reading waits for nobody
             warn_of_units(function, inputs)
@@ -183,7 +165,7 @@ def attention_points(
 
 
 def weights_among_points(
-    q: Tensor, k: Tensor, points: Points, slopes: Slopes | None = None, **options: Any
+    q: Tensor, k: Tensor, points: Points, slopes: Slopes | None = None, **options: Unpack[Options]
 ) -> Tensor:
     """[B, H, T, N], wide: the weights that `attention_points` gives, before dropout."""
     inputs, _ = _prepare("attention_points", (q, k, k), points, slopes, **options)

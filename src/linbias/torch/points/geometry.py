@@ -1,5 +1,5 @@
-"""Points, their distances, an order that keeps neighbours together, and boxes around parts of it;
-and what an implementation is given of a call.
+"""Points, their distances, an order that keeps neighbours together, and what an implementation is
+given of a call.
 
 Coordinates are float64, so that differences of large ones (pixels of a slide) keep their digits;
 float32 where a device has no float64.
@@ -62,14 +62,6 @@ def further(rows: Tensor, columns: Tensor, nearest: Tensor, manhattan: bool) -> 
     lengths = [x.abs() if manhattan else _length(x, manhattan)[..., None] for x in (far, near)]
     total = lengths[0] + lengths[1]
     return (between * ((far + near) / total.masked_fill(total == 0, 1.0))).sum(-1)
-
-
-def box_distances(
-    low: Tensor, high: Tensor, lows: Tensor, highs: Tensor, manhattan: bool
-) -> Tensor:
-    """[boxes]: the least distance between points of one box [A] and of each of [boxes, A]."""
-    apart = torch.maximum(lows - high, low - highs).clamp(min=0)
-    return _length(apart, manhattan)
 
 
 def along_a_curve(points: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Tables that the book chapter prints of its example, "The cat sat on mat"."""
 
-# Weights of both heads and their mean, outputs, scores of head 1 without bias.
+# Weights of both heads and their mean, and outputs.
 HEADS = """
 The 0.2879 0.3541 0.2148 0.0642 0.0790
 cat 0.3791 0.1520 0.3791 0.0559 0.0339
@@ -27,20 +27,8 @@ sat 0.1504 0.2154 0.2544 0.3573
 on 0.1877 0.2393 0.1811 0.5662
 mat 0.2896 0.3695 0.2731 0.4746
 """
-SCALED = """
-The 0.0000 0.7071 0.7071 0.0000 0.7071
-cat 1.4142 0.0000 1.4142 0.0000 0.0000
-sat 0.7071 0.7071 1.4142 0.0000 0.7071
-on 0.0000 0.0000 0.0000 0.0000 0.0000
-mat 0.0000 0.7071 0.7071 0.0000 0.7071
-"""
 
 
 def chapters_table(text: str) -> list[list[str]]:
     """Lines of words as rows of cells."""
     return [line.split() for line in text.strip().splitlines()]
-
-
-def numbers(table: str) -> list[list[float]]:
-    """The rows of a table without their names."""
-    return [[float(cell) for cell in row[1:]] for row in chapters_table(table)]
