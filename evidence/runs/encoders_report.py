@@ -163,23 +163,33 @@ def claims(found: Found) -> list[tuple[str, Callable[[str], Verdict]]]:
         return judge(each, f"at most {max(numbers):.3f} bits apart" if numbers else "")
 
     return [
-        ("1. Symmetric, directional, asymmetric, random and LittleBird's slopes are no worse at"
-         f" {longest:,} than at {short}",
-         all_of([((m, longest), (m, short), 0.0) for m in ALIBI])),
-        (f"2. With {found.plan['margin']} tokens on both sides of what is scored, the asymmetric"
-         " one gains less than half of what it gains in blocks",
-         halves),
-        (f"3. Sinusoidal and rotary positions are worse at {twice} than at {short}",
-         all_of([((m, short), (m, twice), 0.0) for m in ("sinusoidal", "rotary")])),
-        (f"4. The T5 bias is worse at {longest:,} than at {short}",
-         all_of([(("t5", short), ("t5", longest), 0.0)])),
-        ("5. Directional, asymmetric and random slopes beat symmetric ones by 0.05 bits at"
-         f" {short}: those cannot tell left from right",
-         all_of([((m, short), ("symmetric", short), 0.05) for m in ONE_SIDED[:3]])),
+        (
+            "1. Symmetric, directional, asymmetric, random and LittleBird's slopes are no worse at"
+            f" {longest:,} than at {short}",
+            all_of([((m, longest), (m, short), 0.0) for m in ALIBI]),
+        ),
+        (
+            f"2. With {found.plan['margin']} tokens on both sides of what is scored, the"
+            " asymmetric one gains less than half of what it gains in blocks",
+            halves,
+        ),
+        (
+            f"3. Sinusoidal and rotary positions are worse at {twice} than at {short}",
+            all_of([((m, short), (m, twice), 0.0) for m in ("sinusoidal", "rotary")]),
+        ),
+        (
+            f"4. The T5 bias is worse at {longest:,} than at {short}",
+            all_of([(("t5", short), ("t5", longest), 0.0)]),
+        ),
+        (
+            "5. Directional, asymmetric and random slopes beat symmetric ones by 0.05 bits at"
+            f" {short}: those cannot tell left from right",
+            all_of([((m, short), ("symmetric", short), 0.05) for m in ONE_SIDED[:3]]),
+        ),
         (f"6. The T5 bias is the best at {short}", best("t5", short)),
         ("7. A local window is within 0.02 bits of symmetric slopes at every length", close),
         (f"8. The asymmetric one is the best of all at {longest:,}", best("asymmetric", longest)),
-    ]  # fmt: skip
+    ]
 
 
 def claims_table(found: Found) -> str:

@@ -53,9 +53,11 @@ def newest_records(prefix: str) -> list[Record]:
 
 
 def rows_of(
-    records: Iterable[Record], names: Iterable[str], cases: Iterable[str],
+    records: Iterable[Record],
+    names: Iterable[str],
+    cases: Iterable[str],
     write: Callable[[Record], str],
-) -> dict[str, list[str]]:  # fmt: skip
+) -> dict[str, list[str]]:
     """By implementation, a cell for each case: of its last record, or "-"."""
     last = {(r["implementation"], r["case"]): r for r in records}
     found = {name: [last.get((name, case)) for case in cases] for name in names}

@@ -28,7 +28,7 @@ from documents import (
     run_python,
     write_existing_models,
     write_paper_model,
-)  # fmt: skip
+)
 from linbias import cli, explore
 
 MODULES = sorted(
