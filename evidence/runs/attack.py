@@ -123,15 +123,9 @@ def table() -> str:
         newest[found["case"]] = found
     parts, largest = [], "largest share of `tolerance` dropped"
     if found := newest.get("attack-mass"):
-        head = ["implementation", "called", "candidates", largest, "in"]
-        rows = [
-            [*name.split(", ", 1), f"{x['candidates']:,}", f"{x['ratio']:.3f}", x["dtype"]]
-            for name, x in found["worst"].items()
-        ]
-        parts += [
-            markdown(head, rows),
-            _made(found, f"{found['candidates']:,} candidates, climbs"),
-        ]
+        cells = {tuple(name.split(", ", 1)): f"{x['ratio']:.3f}" for name, x in worst_of(found)}
+        parts.append(crossed(largest, cells))
+        parts.append(_made(found, f"{found['candidates']:,} candidates, climbs"))
     if found := newest.get("attack-proved"):
         head = ["beside the proved program", "tiles", "read less than it", largest]
         rows = [
@@ -142,16 +136,28 @@ def table() -> str:
         said = f"{found['heads']:,} heads, {wrong} wrong, numbers"
         parts += [markdown(head, rows), _made(found, said)]
     if found := newest.get("attack-calls"):
-        head = ["random calls of", "calls", "over the budget", "largest error, in budgets"]
-        rows = [
-            [name, f"{x['calls']:,}", str(x["over"]), f"{x['share']:.2f}"]
-            for name, x in sorted(found["worst"].items())
-        ]
+        cells = {
+            tuple(name.rsplit(" ", 1)): f"{x['share']:.2f}"
+            + f" ({x['over']} over)" * (x["over"] > 0)
+            for name, x in worst_of(found)
+        }
         count = len(found["over"])
         over = f"{count} of them over the budget" if count else "all within the budget"
         said = f"{found['calls']:,} calls, {over}, numbers"
-        parts += [markdown(head, rows), _made(found, said)]
+        parts.append(crossed("largest error of random calls, in budgets", cells))
+        parts.append(_made(found, said))
     return "\n\n".join(parts)
+
+
+def worst_of(found: Record) -> list[tuple[str, Record]]:
+    return sorted(found["worst"].items())
+
+
+def crossed(title: str, cells: dict[tuple[str, ...], str]) -> str:
+    """A table of implementations down, and of what they were asked across."""
+    down, across = (list(dict.fromkeys(sorted(names))) for names in zip(*cells, strict=True))
+    rows = ([one, *(cells.get((one, other), "") for other in across)] for one in down)
+    return markdown([title, *across], rows)
 
 
 # What a record shares with the one before it, where it goes on from that one.

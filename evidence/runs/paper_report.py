@@ -404,5 +404,7 @@ def write(results: Path, document: Path) -> None:
     if not any(found.seeds.values()):
         raise SystemExit(f"paper_report: {KEPT} must have tests of a whole seed, got none")
     fill(document, parts(found))
-    save(length_figure(found), document.with_name("paper_length.png"))
-    save(curse_figure(found), document.with_name("paper_curse.png"))
+    plots = document.parent / "results"
+    plots.mkdir(exist_ok=True)
+    save(length_figure(found), plots / "paper_length.png")
+    save(curse_figure(found), plots / "paper_curse.png")

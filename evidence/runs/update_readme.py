@@ -319,8 +319,9 @@ def compact_json(content: Record) -> str:
 
 def main() -> None:
     write_whole(RESULTS, compact_json(extrapolation_report.for_explorer()).encode())
-    write_whole(ROOT / "docs" / "extrapolation.svg", experiment_figure())
-    write_whole(ROOT / "docs" / "extrapolation-dark.svg", experiment_figure(dark=True))
+    plots = ROOT / "docs" / "results"
+    write_whole(plots / "extrapolation.svg", experiment_figure())
+    write_whole(plots / "extrapolation-dark.svg", experiment_figure(dark=True))
     for (document, part), content in written_parts().items():
         fill(document, {part: content})
 
