@@ -2,7 +2,7 @@
 
 The searches are this one, attack_mass.py and attack_proved.py: `attack` tries number n of a seed,
 a function of these two alone, and says what came of it. `make attack` runs them for long,
-tests/core/test_attack.py and tests/project/test_proof.py for a moment.
+tests/core/test_judges.py and tests/project/test_proof.py for a moment.
 
 A random call draws its sizes, dtype, strides, slopes, sides, ranges, query starts, scale, dropout,
 tolerance, key_bound, and which gradients are wanted. It is held against the definition in a wider
