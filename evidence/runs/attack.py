@@ -3,7 +3,7 @@
     python evidence/runs/attack.py                           # all parts, in 20 minutes at most
     python evidence/runs/attack.py --minutes 1 --part mass   # a quick look at one part
     python evidence/runs/attack.py --seed 5                  # other candidates and calls
-    python evidence/runs/attack.py --part calls --first 4000 # goes on where that seed stopped
+    python evidence/runs/attack.py --part calls --first 4000 # other numbers of it
 
 Part "mass" climbs towards inputs that make an implementation drop as much probability as it can:
 `tests/support/attack_mass.py` says how the mass is measured. Part "proved" runs the program that
@@ -39,6 +39,7 @@ PATH = RECORDS / "attack.jsonl"
 # The budget is twice the largest error of forty plain computations. Of ten thousand calls a few
 # have an unluckier sum than these forty; a mistake in the code is larger.
 MOST_BUDGETS = 3
+SUMS = ("candidates", "calls", "tiles", "tighter", "asked_again", "over")  # of one subject
 _PACE = Pace()
 # By name: of the time, what each takes where all run; and the option and the field that count.
 PARTS = {"mass": (0.45, "candidates"), "proved": (0.1, "heads"), "calls": (0.45, "calls")}
@@ -111,16 +112,8 @@ def _progress(text: str) -> None:
 
 
 def table() -> str:
-    """The newest record of each part, with those that it went on from."""
-    newest: dict[str, Record] = {}
-    for found in read(PATH):
-        before = newest.get(found["case"])
-        goes_on = before and all(before[x] == found[y] for x, y in CONTINUED)
-        if before and goes_on:
-            sums = {n: before[n] + found[n] for n in (*SUMS, "over") if n in found}
-            of = {n: together(before["worst"].get(n), x) for n, x in found["worst"].items()}
-            found |= {"first": before["first"], "worst": before["worst"] | of, **sums}
-        newest[found["case"]] = found
+    """The newest record of each part."""
+    newest: dict[str, Record] = {found["case"]: found for found in read(PATH)}
     parts, largest = [], "largest share of `tolerance` dropped"
     if found := newest.get("attack-mass"):
         cells = {tuple(name.split(", ", 1)): f"{x['ratio']:.3f}" for name, x in worst_of(found)}
@@ -136,11 +129,10 @@ def table() -> str:
         said = f"{found['heads']:,} heads, {wrong} wrong, numbers"
         parts += [markdown(head, rows), _made(found, said)]
     if found := newest.get("attack-calls"):
-        cells = {
-            tuple(name.rsplit(" ", 1)): f"{x['share']:.2f}"
-            + f" ({x['over']} over)" * (x["over"] > 0)
-            for name, x in worst_of(found)
-        }
+        cells = {}
+        for name, x in worst_of(found):
+            over = f" ({x['over']} over)" if x["over"] else ""
+            cells[tuple(name.rsplit(" ", 1))] = f"{x['share']:.2f}{over}"
         count = len(found["over"])
         over = f"{count} of them over the budget" if count else "all within the budget"
         said = f"{found['calls']:,} calls, {over}, numbers"
@@ -160,17 +152,12 @@ def crossed(title: str, cells: dict[tuple[str, ...], str]) -> str:
     return markdown([title, *across], rows)
 
 
-# What a record shares with the one before it, where it goes on from that one.
-CONTINUED = (("seed", "seed"), ("commit", "commit"), ("machine", "machine"), ("next", "first"))
-SUMS = ("candidates", "heads", "calls", "seconds", "tiles", "tighter", "asked_again")
-
-
 def together(before: Record | None, after: Record) -> Record:
-    """What two numbers, or two records, of one subject come to: its worst, and counts as sums."""
+    """What two numbers of one subject come to: its worst, and counts as sums."""
     if before is None:
         return after
     measure = "ratio" if "ratio" in after else "share"
-    sums = {n: before.get(n, 0) + after[n] for n in (*SUMS, "over") if n in after}
+    sums = {n: before.get(n, 0) + after[n] for n in SUMS if n in after}
     return {**(after if after[measure] >= before[measure] else before), **sums}
 
 
