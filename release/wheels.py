@@ -165,10 +165,13 @@ def build_wheel(tools: Path, python: str, version: str, sdist: Path, output: Pat
     assert "none-any" not in wheel.name, f"the core was not compiled: see {raw}/log.txt"
     # Nothing is taken into the wheel: an asked-for library beyond glibc's is an error.
     run(
-        tools / "python", "-m", "auditwheel", "repair", "--only-plat",
-        "--wheel-dir", raw / "tagged", wheel,
-        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        tools / "python",
+        *"-m auditwheel repair --only-plat --wheel-dir".split(),
+        raw / "tagged",
+        wheel,
+        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"},
+        stdout=subprocess.DEVNULL,
+    )
     (tagged,) = (raw / "tagged").glob("*.whl")
     print(f"{tagged.name}: built in {time.monotonic() - start:.0f} s", flush=True)
     return Path(shutil.copy(tagged, output))
@@ -199,9 +202,12 @@ def check_install(python: str, wheel: Path) -> None:
         environment = {**kept, "HOME": folder, "PATH": programs, "CXX": "none", "CC": "none"}
         inside = f"{programs}/python"
         run(
-            inside, "-m", "pip", "install", "--quiet", "--only-binary", ":all:", wheel,
-            cwd=folder, env=environment,
-        )  # fmt: skip
+            inside,
+            *"-m pip install --quiet --only-binary :all:".split(),
+            wheel,
+            cwd=folder,
+            env=environment,
+        )
         run(inside, "-I", ROOT / "release/smoke.py", cwd=folder, env=environment)
 
 

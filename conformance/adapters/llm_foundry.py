@@ -11,10 +11,14 @@ NAME, PACKAGE, RUNS = "llm-foundry", "llm-foundry", "its bias and its PyTorch at
 DTYPES = ("float32", "bfloat16")
 # What its file imports beside functions: registries and builders of layers.
 for name in (
-    "llmfoundry", "llmfoundry.layers_registry", "llmfoundry.models", "llmfoundry.models.layers",
-    "llmfoundry.models.layers.layer_builders", "llmfoundry.models.utils",
+    "llmfoundry",
+    "llmfoundry.layers_registry",
+    "llmfoundry.models",
+    "llmfoundry.models.layers",
+    "llmfoundry.models.layers.layer_builders",
+    "llmfoundry.models.utils",
     "llmfoundry.models.utils.config_defaults",
-):  # fmt: skip
+):
     sys.modules[name] = MagicMock()
 theirs = parts.file_of("llm-foundry", "llmfoundry/models/layers/attention.py")
 
@@ -32,7 +36,11 @@ def attention(q, k, v, *, slopes, causal, scale, dtype, schedule="mpt", max_bias
     )
     flat = [torch.tensor(x).to(kind).transpose(1, 2).flatten(2) for x in (q, k, v)]
     out, *_ = theirs.scaled_multihead_dot_product_attention(
-        *flat, H, G, softmax_scale=scale, attn_bias=bias,
+        *flat,
+        H,
+        G,
+        softmax_scale=scale,
+        attn_bias=bias,
         is_causal=theirs._reset_is_causal(T, S, causal),
-    )  # fmt: skip
+    )
     return out.reshape(B, T, H, D).transpose(1, 2).float().numpy().astype(q.dtype)

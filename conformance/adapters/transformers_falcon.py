@@ -16,18 +16,34 @@ build = modeling_falcon.build_alibi_tensor
 
 
 def attention(
-    q, k, v, *, slopes, causal, scale, dtype, key_range=None, schedule="paper", max_bias=8.0,
+    q,
+    k,
+    v,
+    *,
+    slopes,
+    causal,
+    scale,
+    dtype,
+    key_range=None,
+    schedule="paper",
+    max_bias=8.0,
     implementation="eager",
-):  # fmt: skip
+):
     parts.one_sided(causal)
     parts.equal_heads(q, k)
     (_, H, _, D) = q.shape
     parts.only(slopes, schedule, max_bias, H)
     parts.enough_keys(q, k)
     config = FalconConfig(
-        hidden_size=H * D, num_hidden_layers=1, num_attention_heads=H, vocab_size=8, alibi=True,
-        multi_query=False, new_decoder_architecture=False, attn_implementation=implementation,
-    )  # fmt: skip
+        hidden_size=H * D,
+        num_hidden_layers=1,
+        num_attention_heads=H,
+        vocab_size=8,
+        alibi=True,
+        multi_query=False,
+        new_decoder_architecture=False,
+        attn_implementation=implementation,
+    )
     modeling_falcon.build_alibi_tensor = lambda *args, **kw: build(*args, **kw) / scale
     model = FalconModel(config)
     names = (model.h[0].self_attention, "query_key_value", "dense", parts.fuse_by_head)

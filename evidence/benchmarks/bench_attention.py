@@ -74,20 +74,34 @@ USUAL = [
 ]
 # Beyond 2,048 tokens the mask is several times slower than no bias.
 SHORT = [
-    Case(f"{dtype}-{mode}-D{D}-{T}", T, ("cpu", "sdpa")[: 1 + (T <= 2048)], SDPA[T > 2048 :],
-         B=4096 // T or 1, D=D, dtype=dtype, backward=mode == "backward")
+    Case(
+        f"{dtype}-{mode}-D{D}-{T}",
+        T,
+        ("cpu", "sdpa")[: 1 + (T <= 2048)],
+        SDPA[T > 2048 :],
+        B=4096 // T or 1,
+        D=D,
+        dtype=dtype,
+        backward=mode == "backward",
+    )
     for dtype, mode, D in product(("float32", "bfloat16"), ("forward", "backward"), (64, 32))
     for T in (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-]  # fmt: skip
+]
 POSITIONS = [
-    Case(f"positions-{kind}-{T}{'-bfloat16' * (dtype != 'float32')}{'-training' * backward}", T,
-         (COUNTED, PLACED) if kind == "counted" else (PLACED, LEARNED)[: 1 + backward],
-         SDPA[:1] * (kind == "gates"), dtype=dtype, backward=backward,
-         slopes="one" if kind == "gates" else "paper", gates=kind == "gates")
+    Case(
+        f"positions-{kind}-{T}{'-bfloat16' * (dtype != 'float32')}{'-training' * backward}",
+        T,
+        (COUNTED, PLACED) if kind == "counted" else (PLACED, LEARNED)[: 1 + backward],
+        SDPA[:1] * (kind == "gates"),
+        dtype=dtype,
+        backward=backward,
+        slopes="one" if kind == "gates" else "paper",
+        gates=kind == "gates",
+    )
     for kind, T in (("counted", 2048), ("counted", 8192), ("gates", 4096), ("gates", 8192))
     for dtype in ("float32", "bfloat16")
     for backward in (False, True)
-]  # fmt: skip
+]
 SETS = {"usual": USUAL, "short": SHORT, "positions": POSITIONS, "memory": []}
 
 

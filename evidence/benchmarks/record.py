@@ -42,9 +42,14 @@ def parser(words: str | None, repeats: int = 5) -> argparse.ArgumentParser:
 
 
 def fields(
-    case: str, q: tuple[int, ...], k: tuple[int, ...], dtype: str, mode: str = FORWARD,
-    causal: bool = True, inputs: str = "random normal",
-) -> Fields:  # fmt: skip
+    case: str,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    dtype: str,
+    mode: str = FORWARD,
+    causal: bool = True,
+    inputs: str = "random normal",
+) -> Fields:
     """What is known of a call of attention before it is timed, from the shapes of q and k."""
     (B, H, T, D), (G, S) = q, k[1:3]
     pairs = T * (S - T) + T * (T + 1) // 2 if causal else T * S
@@ -53,16 +58,22 @@ def fields(
     # The least traffic: q and out, k and v, once each.
     moved = 2 * B * (H * T + G * S) * D * getattr(torch, dtype).itemsize
     return {
-        "case": case, "mode": mode, "B": B, "H": H, "G": G, "T": T, "S": S, "D": D, "dtype": dtype,
-        "peak_memory_bytes": None, "flop": flop, "bytes": moved * (3 if mode == BACKWARD else 1),
-        "work_kept": None, "inputs": inputs,
-    }  # fmt: skip
+        **{"case": case, "mode": mode},
+        **{"B": B, "H": H, "G": G, "T": T, "S": S, "D": D, "dtype": dtype},
+        "peak_memory_bytes": None,
+        "flop": flop,
+        "bytes": moved * (3 if mode == BACKWARD else 1),
+        "work_kept": None,
+        "inputs": inputs,
+    }
 
 
 def compare(
-    given: Fields, functions: dict[str, Callable[[], Any]], options: argparse.Namespace,
+    given: Fields,
+    functions: dict[str, Callable[[], Any]],
+    options: argparse.Namespace,
     more: dict[str, Fields] | None = None,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Time functions in turn, and write and print each beside the first; returns the medians.
 
     `more` are fields by the name of a function.
@@ -82,9 +93,13 @@ def compare(
 
 
 def measure_memory(
-    given: Fields, options: argparse.Namespace, prepare: Callable[[str, int], Callable[[], Any]],
-    names: Iterable[str], length: int, more: Fields | None = None,
-) -> None:  # fmt: skip
+    given: Fields,
+    options: argparse.Namespace,
+    prepare: Callable[[str, int], Callable[[], Any]],
+    names: Iterable[str],
+    length: int,
+    more: Fields | None = None,
+) -> None:
     """Run what `prepare(name, length)` returns once, in a fresh process, and record its memory.
 
     `prepare` makes the inputs, and loads what would be loaded later; `more` are fields of all

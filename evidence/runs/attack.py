@@ -3,7 +3,7 @@
     python evidence/runs/attack.py                           # all parts, in 20 minutes at most
     python evidence/runs/attack.py --minutes 1 --part mass   # a quick look at one part
     python evidence/runs/attack.py --seed 5                  # other candidates and calls
-    python evidence/runs/attack.py --part calls --first 4000 # goes on where that seed stopped
+    python evidence/runs/attack.py --part calls --first 4000 # other numbers of it
 
 Part "mass" climbs towards inputs that make an implementation drop as much probability as it can:
 `tests/support/attack_mass.py` says how the mass is measured. Part "proved" runs the program that
@@ -19,21 +19,18 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / x) for x in ("evidence/benchmarks", "tests/support", "proof")]
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-import attack_proved as proved  # noqa: E402
+import attack_calls  # noqa: E402
+import attack_mass  # noqa: E402
+import attack_proved  # noqa: E402
 import record  # noqa: E402
-from attack_calls import try_call  # noqa: E402
-from attack_mass import climb  # noqa: E402
-from attack_subjects import Attacked, everything  # noqa: E402
+from attack_calls import Outcome  # noqa: E402
 from linbias._run.progress import Pace  # noqa: E402
 from markers import RECORDS, Record, fill, parser_of, read  # noqa: E402
 from markers import table as markdown  # noqa: E402
@@ -42,9 +39,10 @@ PATH = RECORDS / "attack.jsonl"
 # The budget is twice the largest error of forty plain computations. Of ten thousand calls a few
 # have an unluckier sum than these forty; a mistake in the code is larger.
 MOST_BUDGETS = 3
+SUMS = ("candidates", "calls", "tiles", "tighter", "asked_again", "over")  # of one subject
 _PACE = Pace()
-# The subject of one number, what came of it, and what went wrong; None where nothing can run.
-Tried = Callable[[argparse.Namespace, int], tuple[str, Record, str] | None]
+# By name: of the time, what each takes where all run; and the option and the field that count.
+PARTS = {"mass": (0.45, "candidates"), "proved": (0.1, "heads"), "calls": (0.45, "calls")}
 
 
 def main() -> None:
@@ -61,13 +59,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     stop, bad = time.monotonic(), False
-    for name, (share, counted, try_one) in PARTS.items():
+    for name, (share, counted) in PARTS.items():
         if options.part not in (name, "all"):
             continue
         # What a part does not need is left to the next.
         stop += options.minutes * 60 * (share if options.part == "all" else 1)
-        if not (found := search(counted, try_one, options, stop)):
+        if name == "proved" and (reason := attack_proved.why_not()):
+            print(f"part proved does not run, as {reason}", file=sys.stderr)
             continue
+        found = search(name, counted, options, stop)
         bad |= found["bad"]
         if not options.no_record:
             numbers = {"case": f"attack-{name}", "seed": options.seed, "first": options.first}
@@ -78,14 +78,12 @@ def main() -> None:
     sys.exit(1 if bad else 0)
 
 
-def search(counted: str, try_one: Tried, options: argparse.Namespace, stop: float) -> Record:
-    """Try one number after the other; {} where the part cannot run here."""
+def search(part: str, counted: str, options: argparse.Namespace, stop: float) -> Record:
+    """Try one number after the other."""
     worst: dict[str, Record] = {}
     over, bad, done, number, began = [], False, 0, options.first, time.monotonic()
     while done < getattr(options, counted) and time.monotonic() < stop:
-        if (tried := try_one(options, number)) is None:
-            return {}
-        name, entry, failure = tried
+        name, entry, failure = try_one(part, number, options)
         if failure:
             over.append(number)
             bad |= entry.get("share", math.inf) > MOST_BUDGETS
@@ -100,51 +98,10 @@ def search(counted: str, try_one: Tried, options: argparse.Namespace, stop: floa
     return found | {"seconds": round(time.monotonic() - began)}
 
 
-@cache
-def subjects(only: str) -> list[Attacked]:
-    return [a for a in everything() if only in f"{a.implementation} {a.way} {a.dtype}"]
-
-
-def attack_mass(options: argparse.Namespace, number: int) -> tuple[str, Record, str]:
-    """A climb, in rounds over everything that can be attacked, each in an order of its own."""
-    known = subjects(options.only)
-    round_number, turn = divmod(number, len(known))
-    order = np.random.default_rng([options.seed, round_number]).permutation(len(known))
-    attacked = known[order[turn]]
-    setting = attacked.setting(np.random.default_rng([options.seed, number]))
-    found = climb(setting, attacked.subject, [options.seed, number])
-    entry = {"candidates": found.candidates, "ratio": round(found.ratio, 6)}
-    entry |= {"climb": number, "dtype": attacked.dtype}
-    failure = f"{attacked} drops {found.ratio:.4g} times {setting}" if found.ratio > 1 else ""
-    return f"{attacked.implementation}, {attacked.way}", entry, failure
-
-
-def attack_proved(options: argparse.Namespace, number: int) -> tuple[str, Record, str] | None:
-    """A hostile head, for near_to_far and the kernels in turn, beside the program of the proof;
-    nothing where that cannot be built.
-    """
-    if reason := proved.why_not():
-        print(f"part proved does not run, as {reason}", file=sys.stderr)
-        return None
-    found = proved.attack(options.seed, number)
-    entry = {"tiles": found.tiles, "tighter": found.tighter, "ratio": round(found.ratio, 6)}
-    return found.subject, entry, "; ".join(found.failures)
-
-
-def attack_calls(options: argparse.Namespace, number: int) -> tuple[str, Record, str]:
-    """A random call, for the implementations in turn."""
-    found = try_call([options.seed, number], number)
-    entry = {"calls": 1, "share": round(found.share, 4), "over": int(bool(found.failure))}
-    return found.ran, entry | {"asked_again": int(found.again)}, found.failure or ""
-
-
-# By name: of the time, what each takes where all run; the option and the field that count; and how
-# one number is tried.
-PARTS: dict[str, tuple[float, str, Tried]] = {
-    "mass": (0.45, "candidates", attack_mass),
-    "proved": (0.1, "heads", attack_proved),
-    "calls": (0.45, "calls", attack_calls),
-}
+def try_one(part: str, number: int, options: argparse.Namespace) -> Outcome:
+    if part == "mass":
+        return attack_mass.attack(options.seed, number, options.only)
+    return (attack_proved if part == "proved" else attack_calls).attack(options.seed, number)
 
 
 def _progress(text: str) -> None:
@@ -155,56 +112,52 @@ def _progress(text: str) -> None:
 
 
 def table() -> str:
-    """The newest record of each part, with those that it went on from."""
-    newest: dict[str, Record] = {}
-    for found in read(PATH):
-        before = newest.get(found["case"])
-        goes_on = before and all(before[x] == found[y] for x, y in CONTINUED)
-        if before and goes_on:
-            sums = {n: before[n] + found[n] for n in (*SUMS, "over") if n in found}
-            of = {n: together(before["worst"].get(n), x) for n, x in found["worst"].items()}
-            found |= {"first": before["first"], "worst": before["worst"] | of, **sums}
-        newest[found["case"]] = found
+    """The newest record of each part."""
+    newest: dict[str, Record] = {found["case"]: found for found in read(PATH)}
     parts, largest = [], "largest share of `tolerance` dropped"
-    if mass := newest.get("attack-mass"):
-        rows = [
-            [*name.split(", ", 1), f"{x['candidates']:,}", f"{x['ratio']:.3f}", x["dtype"]]
-            for name, x in mass["worst"].items()
-        ]
-        parts.append(markdown(["implementation", "called", "candidates", largest, "in"], rows))
-        parts.append(_made(mass, f"{mass['candidates']:,} candidates, climbs"))
-    if checked := newest.get("attack-proved"):
+    if found := newest.get("attack-mass"):
+        cells = {tuple(name.split(", ", 1)): f"{x['ratio']:.3f}" for name, x in worst_of(found)}
+        parts.append(crossed(largest, cells))
+        parts.append(_made(found, f"{found['candidates']:,} candidates, climbs"))
+    if found := newest.get("attack-proved"):
         head = ["beside the proved program", "tiles", "read less than it", largest]
         rows = [
             [name, f"{x['tiles']:,}", f"{x['tighter']:,}", f"{x['ratio']:.3f}"]
-            for name, x in checked["worst"].items()
+            for name, x in found["worst"].items()
         ]
-        wrong = f"{len(checked['over'])} of them" if checked["over"] else "none"
-        said = f"{checked['heads']:,} heads, {wrong} wrong, numbers"
-        parts += [markdown(head, rows), _made(checked, said)]
-    if calls := newest.get("attack-calls"):
-        rows = [
-            [name, f"{x['calls']:,}", str(x["over"]), f"{x['share']:.2f}"]
-            for name, x in sorted(calls["worst"].items())
-        ]
-        head = ["random calls of", "calls", "over the budget", "largest error, in budgets"]
-        count = len(calls["over"])
+        wrong = f"{len(found['over'])} of them" if found["over"] else "none"
+        said = f"{found['heads']:,} heads, {wrong} wrong, numbers"
+        parts += [markdown(head, rows), _made(found, said)]
+    if found := newest.get("attack-calls"):
+        cells = {}
+        for name, x in worst_of(found):
+            over = f" ({x['over']} over)" if x["over"] else ""
+            cells[tuple(name.rsplit(" ", 1))] = f"{x['share']:.2f}{over}"
+        count = len(found["over"])
         over = f"{count} of them over the budget" if count else "all within the budget"
-        parts += [markdown(head, rows), _made(calls, f"{calls['calls']:,} calls, {over}, numbers")]
+        said = f"{found['calls']:,} calls, {over}, numbers"
+        parts.append(crossed("largest error of random calls, in budgets", cells))
+        parts.append(_made(found, said))
     return "\n\n".join(parts)
 
 
-# What a record shares with the one before it, where it goes on from that one.
-CONTINUED = (("seed", "seed"), ("commit", "commit"), ("machine", "machine"), ("next", "first"))
-SUMS = ("candidates", "heads", "calls", "seconds", "tiles", "tighter", "asked_again")
+def worst_of(found: Record) -> list[tuple[str, Record]]:
+    return sorted(found["worst"].items())
+
+
+def crossed(title: str, cells: dict[tuple[str, ...], str]) -> str:
+    """A table of implementations down, and of what they were asked across."""
+    down, across = (list(dict.fromkeys(sorted(names))) for names in zip(*cells, strict=True))
+    rows = ([one, *(cells.get((one, other), "") for other in across)] for one in down)
+    return markdown([title, *across], rows)
 
 
 def together(before: Record | None, after: Record) -> Record:
-    """What two numbers, or two records, of one subject come to: its worst, and counts as sums."""
+    """What two numbers of one subject come to: its worst, and counts as sums."""
     if before is None:
         return after
     measure = "ratio" if "ratio" in after else "share"
-    sums = {n: before.get(n, 0) + after[n] for n in (*SUMS, "over") if n in after}
+    sums = {n: before.get(n, 0) + after[n] for n in SUMS if n in after}
     return {**(after if after[measure] >= before[measure] else before), **sums}
 
 

@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -80,25 +81,19 @@ def loss_tables(found: Found, *, amid: bool) -> str:
     return "\n\n".join(parts)
 
 
-def slope_tables(found: Found) -> str:
+def slope_table(found: Found) -> str:
     """The learned slopes of each head, mean and half range, beside those at the start."""
-    parts = []
-    for corpus in found.seeds:
-        for method in ("asymmetric", "littlebird"):
-            trained = found.of("model", corpus=corpus, method=method)
-            trained = [r for r in trained if r["seed"] in found.seeds[corpus]]
-            start = found.of("model", corpus=corpus, method="symmetric")
-            if not trained or not start:
-                continue
-            heads = range(len(trained[0]["slopes"]["left"]))
-            head = [f"{METHODS[method].label}; {title(corpus)}, head", *map(str, heads)]
-            rows = [["at the start", *(f"{x:.4f}" for x in start[0]["slopes"]["left"])]]
-            for side, words in (("left", "before"), ("right", "after"), ("first", "first token")):
-                if side in trained[0]["slopes"]:
-                    each = zip(*(r["slopes"][side] for r in trained), strict=True)
-                    rows.append([words, *(cell(values, ".4f") for values in each)])
-            parts.append(table(head, rows))
-    return "\n\n".join(parts)
+    (start, *_) = found.of("model", method="symmetric")
+    rows = [["at the start", *(f"{x:.4f}" for x in start["slopes"]["left"])]]
+    words = {"left": "before", "right": "after", "first": "first token"}
+    for corpus, method in product(found.seeds, ("asymmetric", "littlebird")):
+        trained = found.of("model", corpus=corpus, method=method)
+        slopes = [r["slopes"] for r in trained if r["seed"] in found.seeds[corpus]]
+        for side in (side for side in words if slopes and side in slopes[0]):
+            each = zip(*(x[side] for x in slopes), strict=True)
+            name = f"{METHODS[method].label}; {title(corpus)}, {words[side]}"
+            rows.append([name, *(cell(values, ".4f") for values in each)])
+    return table(["head", *map(str, range(len(rows[0]) - 1))], rows)
 
 
 def compare(
@@ -163,23 +158,33 @@ def claims(found: Found) -> list[tuple[str, Callable[[str], Verdict]]]:
         return judge(each, f"at most {max(numbers):.3f} bits apart" if numbers else "")
 
     return [
-        ("1. Symmetric, directional, asymmetric, random and LittleBird's slopes are no worse at"
-         f" {longest:,} than at {short}",
-         all_of([((m, longest), (m, short), 0.0) for m in ALIBI])),
-        (f"2. With {found.plan['margin']} tokens on both sides of what is scored, the asymmetric"
-         " one gains less than half of what it gains in blocks",
-         halves),
-        (f"3. Sinusoidal and rotary positions are worse at {twice} than at {short}",
-         all_of([((m, short), (m, twice), 0.0) for m in ("sinusoidal", "rotary")])),
-        (f"4. The T5 bias is worse at {longest:,} than at {short}",
-         all_of([(("t5", short), ("t5", longest), 0.0)])),
-        ("5. Directional, asymmetric and random slopes beat symmetric ones by 0.05 bits at"
-         f" {short}: those cannot tell left from right",
-         all_of([((m, short), ("symmetric", short), 0.05) for m in ONE_SIDED[:3]])),
+        (
+            "1. Symmetric, directional, asymmetric, random and LittleBird's slopes are no worse at"
+            f" {longest:,} than at {short}",
+            all_of([((m, longest), (m, short), 0.0) for m in ALIBI]),
+        ),
+        (
+            f"2. With {found.plan['margin']} tokens on both sides of what is scored, the"
+            " asymmetric one gains less than half of what it gains in blocks",
+            halves,
+        ),
+        (
+            f"3. Sinusoidal and rotary positions are worse at {twice} than at {short}",
+            all_of([((m, short), (m, twice), 0.0) for m in ("sinusoidal", "rotary")]),
+        ),
+        (
+            f"4. The T5 bias is worse at {longest:,} than at {short}",
+            all_of([(("t5", short), ("t5", longest), 0.0)]),
+        ),
+        (
+            "5. Directional, asymmetric and random slopes beat symmetric ones by 0.05 bits at"
+            f" {short}: those cannot tell left from right",
+            all_of([((m, short), ("symmetric", short), 0.05) for m in ONE_SIDED[:3]]),
+        ),
         (f"6. The T5 bias is the best at {short}", best("t5", short)),
         ("7. A local window is within 0.02 bits of symmetric slopes at every length", close),
         (f"8. The asymmetric one is the best of all at {longest:,}", best("asymmetric", longest)),
-    ]  # fmt: skip
+    ]
 
 
 def claims_table(found: Found) -> str:
@@ -264,7 +269,7 @@ def parts(found: Found) -> dict[str, str]:
         "blocks": loss_tables(found, amid=False),
         "amid": loss_tables(found, amid=True),
         "claims": claims_table(found),
-        "slopes": slope_tables(found),
+        "slopes": slope_table(found),
     }
 
 

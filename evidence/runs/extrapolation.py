@@ -64,10 +64,16 @@ class Plan:
         steps = math.ceil(tokens / (self.batch_size * self.length))
         return TrainSettings(
             model={"position": method, "hidden_size": 128, "num_attention_heads": 4},
-            length=self.length, batch_size=self.batch_size, steps=steps, learning_rate=rate,
-            precision=self.precision, save_steps=500, seed=seed,
-            validate_steps=max(1, steps // 10), device="cpu",
-        )  # fmt: skip
+            length=self.length,
+            batch_size=self.batch_size,
+            steps=steps,
+            learning_rate=rate,
+            precision=self.precision,
+            save_steps=500,
+            seed=seed,
+            validate_steps=max(1, steps // 10),
+            device="cpu",
+        )
 
 
 THREE = (1, 2, 3)
@@ -127,9 +133,14 @@ def test_model(corpus: str, folder: Path, plan: Plan, method: str, seed: int) ->
     # The longest are read one at a time: with positions the biases of a call are all in memory.
     def score(length: int, stride: int | None, tokens: int) -> Evaluation:
         return evaluate(
-            model, text.test, length=length, stride=stride, num_bytes=text.num_bytes["test"],
-            limit_tokens=tokens, batch_tokens=max(plan.test_lengths),
-        )  # fmt: skip
+            model,
+            text.test,
+            length=length,
+            stride=stride,
+            num_bytes=text.num_bytes["test"],
+            limit_tokens=tokens,
+            batch_tokens=max(plan.test_lengths),
+        )
 
     segments = [score(length, None, plan.test_tokens) for length in lengths]
     sliding = [score(n, plan.stride, plan.sliding_tokens) for n in lengths if plan.sliding_tokens]

@@ -17,6 +17,8 @@ from markers import RECORDS, Record, cell, fill, read, table, unique
 
 KEPT = RECORDS / "paper_small.jsonl"
 SPEED = ("speed made", "training speed", "inference speed")
+RATE = "tokens_per_second"
+MODEL = ("corpus", "position", "train_length", "seed")
 CORPUS_NAMES = {"wikitext-2": "WikiText-2", "stdlib": "Python's standard library"}
 _CLOSE = 0.05  # speed and memory within this share count as the same
 
@@ -56,7 +58,8 @@ class Found(Records):
 
     @property
     def positions(self) -> list[str]:
-        return unique(self.of("test"), "position")
+        tested = unique(self.of("test"), "position")
+        return [position for position in METHODS if position in tested]
 
     def models(self, corpus: str) -> list[set[int]]:
         lengths = [self.plan["length"] * times for times in (1, 4)]
@@ -329,9 +332,36 @@ def curse_figure(found: Found) -> Figure:
     return figure
 
 
+def kept_together(records: Iterable[Record]) -> list[Record]:
+    """The records as they are kept: the tests of a model in its record, and the rounds of a speed
+    in one.
+    """
+    kept: dict[Any, Record] = {}
+    for number, r in enumerate(records):
+        if r["kind"] == "test":
+            key, what = tuple(r[name] for name in MODEL), [*MODEL, "kind"]
+            test = {name: value for name, value in r.items() if name not in what}
+            kept[key].setdefault("tests", []).append(test)
+        elif r["kind"] == "train":
+            kept[tuple(r[name] for name in MODEL)] = dict(r)
+        elif r["kind"] in SPEED[1:]:
+            alike = {name: value for name, value in r.items() if name not in ("round", RATE)}
+            key = (r["kind"], r["position"], r["length"])
+            kept.setdefault(key, {**alike, "rounds": []})["rounds"].append([r["round"], r[RATE]])
+        else:
+            kept[number] = r
+    return list(kept.values())
+
+
 def read_kept() -> Found:
     """The records that the document was written from."""
-    return Found(read(KEPT))
+    found = []
+    for r in read(KEPT):
+        tests, rounds = r.pop("tests", ()), r.pop("rounds", None)
+        found += [{**r, "round": n, RATE: rate} for n, rate in rounds or ()]
+        found += [] if rounds else [r]
+        found += [{"kind": "test", **{n: r[n] for n in MODEL}, **test} for test in tests]
+    return Found(found)
 
 
 def renewed(kept: Sequence[Record], fresh: Sequence[Record]) -> list[Record]:
@@ -366,12 +396,15 @@ def parts(found: Found) -> dict[str, str]:
 def write(results: Path, document: Path) -> None:
     """Fills the document, draws its plots, and keeps the records with those of the results."""
     if results.exists():
-        kept = read(KEPT) if KEPT.exists() else []
-        lines = (json.dumps(record) + "\n" for record in renewed(kept, read(results)))
+        kept = read_kept().records if KEPT.exists() else []
+        records = kept_together(renewed(kept, read(results)))
+        lines = (json.dumps(record) + "\n" for record in records)
         write_whole(KEPT, "".join(lines).encode())
     found = read_kept()
     if not any(found.seeds.values()):
         raise SystemExit(f"paper_report: {KEPT} must have tests of a whole seed, got none")
     fill(document, parts(found))
-    save(length_figure(found), document.with_name("paper_length.png"))
-    save(curse_figure(found), document.with_name("paper_curse.png"))
+    plots = document.parent / "results"
+    plots.mkdir(exist_ok=True)
+    save(length_figure(found), plots / "paper_length.png")
+    save(curse_figure(found), plots / "paper_curse.png")

@@ -53,9 +53,11 @@ def newest_records(prefix: str) -> list[Record]:
 
 
 def rows_of(
-    records: Iterable[Record], names: Iterable[str], cases: Iterable[str],
+    records: Iterable[Record],
+    names: Iterable[str],
+    cases: Iterable[str],
     write: Callable[[Record], str],
-) -> dict[str, list[str]]:  # fmt: skip
+) -> dict[str, list[str]]:
     """By implementation, a cell for each case: of its last record, or "-"."""
     last = {(r["implementation"], r["case"]): r for r in records}
     found = {name: [last.get((name, case)) for case in cases] for name in names}
@@ -316,8 +318,9 @@ def compact_json(content: Record) -> str:
 
 def main() -> None:
     write_whole(RESULTS, compact_json(extrapolation_report.for_explorer()).encode())
-    write_whole(ROOT / "docs" / "extrapolation.svg", experiment_figure())
-    write_whole(ROOT / "docs" / "extrapolation-dark.svg", experiment_figure(dark=True))
+    plots = ROOT / "docs" / "results"
+    write_whole(plots / "extrapolation.svg", experiment_figure())
+    write_whole(plots / "extrapolation-dark.svg", experiment_figure(dark=True))
     for (document, part), content in written_parts().items():
         fill(document, {part: content})
 

@@ -10,24 +10,6 @@ import linbias
 import linbias.torch
 
 
-def test_labml_alibi_multi_head_attention():
-    """The annotated implementation: weights copied, outputs equal."""
-    from labml_nn.transformers import alibi
-
-    torch.manual_seed(0)
-    theirs = alibi.AlibiMultiHeadAttention(heads=6, d_model=24, dropout_prob=0.0).eval()
-    ours = linbias.torch.MultiheadAttention(24, 6).eval()
-    with torch.no_grad():
-        linear = [part.linear for part in (theirs.query, theirs.key, theirs.value)]
-        mine = ours.q_proj, ours.k_proj, ours.v_proj, ours.out_proj
-        for own, other in zip(mine, (*linear, theirs.output), strict=True):
-            own.load_state_dict(other.state_dict())
-    x = torch.randn(11, 2, 24)
-    mask = torch.tril(torch.ones(11, 11, dtype=torch.bool))[:, :, None]
-    torch.testing.assert_close(ours(x)[0], theirs(query=x, key=x, value=x, mask=mask))
-    np.testing.assert_allclose(linbias.slopes(12), alibi.get_slopes(12), rtol=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("heads", (3, 8, 12))
 def test_x_transformers_alibi(heads):
@@ -39,15 +21,6 @@ def test_x_transformers_alibi(heads):
     q, k, v = torch.randn(3, 1, heads, 11, 8)
     expected = torch.softmax(q @ k.mT / math.sqrt(8) + theirs(11, 11), -1) @ v
     torch.testing.assert_close(linbias.torch.attention(q, k, v, causal=False), expected)
-
-
-@pytest.mark.parametrize("heads", (1, 5, 8, 12, 16, 71))
-def test_transformers_bloom_slopes(heads):
-    """BLOOM adds slope * key index: the same softmax, so compare the steps between neighbours."""
-    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-
-    alibi = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32).view(heads, 5)
-    np.testing.assert_allclose(alibi.diff(dim=1)[:, 0], linbias.slopes(heads), rtol=1e-5)
 
 
 def test_the_bias_is_exact_far_out_in_sixteen_bits():

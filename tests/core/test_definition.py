@@ -254,12 +254,16 @@ def test_merged_parts_equal_the_whole():
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 4, 9, 3))
     parts = [
         linbias.attention(
-            q[..., 2:6, :], k[..., a:b, :], v[..., a:b, :],
-            causal=causal, query_start=[2 - a] * 2, return_lse=True,
+            q[..., 2:6, :],
+            k[..., a:b, :],
+            v[..., a:b, :],
+            causal=causal,
+            query_start=[2 - a] * 2,
+            return_lse=True,
         )
         for causal in (True, False)
         for a, b in ((0, 1), (1, 6), (6, 9))
-    ]  # fmt: skip
+    ]
     for causal, three in ((True, parts[:3]), (False, parts[3:])):
         whole = linbias.attention(
             q[..., 2:6, :], k, v, causal=causal, query_start=[2] * 2, return_lse=True

@@ -47,10 +47,16 @@ def lse_of_torch(
     q, k, v = (torch.tensor(x, dtype=dtype).requires_grad_(gradients) for x in (q, k, v))
     bound = k.detach().norm(dim=-1).amax(-1) * (1 + 1e-6) if bounded else None
     _, lse = linbias.torch.attention(
-        q, k, v, **options, query_start=torch.tensor(query_start), key_bound=bound,
+        q,
+        k,
+        v,
+        **options,
+        query_start=torch.tensor(query_start),
+        key_bound=bound,
         positions=None if positions is None else torch.tensor(positions),
-        implementation=implementation, return_lse=True,
-    )  # fmt: skip
+        implementation=implementation,
+        return_lse=True,
+    )
     return lse.detach().double().numpy()
 
 
@@ -205,8 +211,13 @@ def test_the_rounding_of_a_million_weights_costs_nothing_of_the_tolerance(implem
     weights = np.exp(k.astype(np.float64) - slope * np.arange(S)[::-1])
     keys = torch.tensor(k)[None, None, :, None]
     found = linbias.torch.visited(
-        torch.ones(1, 1, 1, 1), keys, torch.zeros_like(keys), [slope], scale=1.0,
-        tolerance=tolerance, implementation=implementation,
-    )  # fmt: skip
+        torch.ones(1, 1, 1, 1),
+        keys,
+        torch.zeros_like(keys),
+        [slope],
+        scale=1.0,
+        tolerance=tolerance,
+        implementation=implementation,
+    )
     unread = weights[: int(found.first)].sum() / weights.sum()
     assert 0.5 * tolerance < unread <= tolerance

@@ -39,15 +39,20 @@ ASKED = [
         ({"moon": "2.11.0a0+git1"}, None),
         ({"moon": "10.1+cpu"}, None),
         ({"unknown": "0.1"}, None),
-        ({"moon": "2.9.1+cpu"},
-         f"needs moon 2.11 or later, and 2.9.1+cpu is installed: {INSTALL}"),
+        (
+            {"moon": "2.9.1+cpu"},
+            f"needs moon 2.11 or later, and 2.9.1+cpu is installed: {INSTALL}",
+        ),
         ({"moon": None}, f"needs moon, which is not installed: {INSTALL}"),
         ({"moon": None, "sun": None}, f"needs moon, sun, which are not installed: {INSTALL}"),
-        ({"stars": None}, "needs stars, which is not installed; stars had no release for Python"
-         f" 3.{sys.version_info.minor} when this linbias was made: take an older Python,"
-         " or try pip install stars"),
+        (
+            {"stars": None},
+            "needs stars, which is not installed; stars had no release for Python"
+            f" 3.{sys.version_info.minor} when this linbias was made: take an older Python,"
+            " or try pip install stars",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_part_says_of_its_packages(installed, versions, expected):
     installed(ASKED, **versions)
     if expected is None:

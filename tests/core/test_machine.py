@@ -22,14 +22,19 @@ def pretend(monkeypatch, maker: str, family: int, flags: str) -> None:
         ("AuthenticAMD", 26, "avx2 avx512f avx512_bf16", "A B Zen 5", "AMD Zen 5"),
         ("AuthenticAMD", 25, "avx2 avx512f avx512_bf16", "A B Zen 4", "AMD Zen 4"),
         ("AuthenticAMD", 25, "avx2", "A B with AVX2", "AMD with AVX2"),
-        ("AuthenticAMD", 27, "avx512f avx512_bf16", "A B with AVX-512 and bfloat16",
-         "AMD with AVX-512 and bfloat16"),
+        (
+            "AuthenticAMD",
+            27,
+            "avx512f avx512_bf16",
+            "A B with AVX-512 and bfloat16",
+            "AMD with AVX-512 and bfloat16",
+        ),
         ("GenuineIntel", 26, "avx2", "A B with AVX2", "Intel with AVX2"),
         ("GenuineIntel", 6, "avx2 avx512f", "A B with AVX-512", "Intel with AVX-512"),
         ("GenuineIntel", 6, "avx512f avx512_bf16 amx_bf16", "A B with AMX", "Intel with AMX"),
         ("GenuineIntel", 6, "sse4_2", "A B without AVX2", "Intel without AVX2"),
     ],
-)  # fmt: skip
+)
 def test_a_name_tells_what_the_system_hides(maker, family, flags, name, kind, monkeypatch):
     monkeypatch.delenv("LINBIAS_MAX_CPU_TARGET", raising=False)
     pretend(monkeypatch, maker, family, flags)

@@ -257,9 +257,14 @@ def test_torch_gradients_by_positions_are_right_to_second_order():
 
     def run(x, xq):
         return linbias.torch.attention(
-            q.detach(), k.detach(), v.detach(), slopes.detach(), right_slopes=right,
-            **{**given, "positions": x, "query_positions": xq}, implementation="dense",
-        )  # fmt: skip
+            q.detach(),
+            k.detach(),
+            v.detach(),
+            slopes.detach(),
+            right_slopes=right,
+            **{**given, "positions": x, "query_positions": xq},
+            implementation="dense",
+        )
 
     places = given["positions"], given["query_positions"]
     assert torch.autograd.gradcheck(run, places)

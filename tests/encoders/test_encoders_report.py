@@ -71,7 +71,7 @@ def test_the_report_says_what_the_records_say(report, tmp_path: Path) -> None:
     assert "not measured" in verdicts["4"] and "not measured" in verdicts["7"]
     assert "**holds**: 2.850 against 3.050; 2 of 2" in verdicts["5"]
     assert "of the others symmetric is best, 2.950; 2 of 2" in verdicts["8"]
-    assert "| before | 0.5000 ± 0.0000 | 0.3750 ± 0.1250 |" in text
+    assert ", before | 0.5000 ± 0.0000 | 0.3750 ± 0.1250 |" in text
 
 
 def test_a_seed_that_a_method_lacks_is_left_out(report) -> None:

@@ -189,7 +189,7 @@ def records(about, **lengths):
 FIRST = records(
     {
         **{"machine": "a machine", "days": ["2026-11-24"], "commits": ["abc"]},
-        **{"versions": {"onnxruntime": "1"}, "absent": [["vllm", "pip: ERROR: no"]]},
+        **{"versions": {"onnxruntime": "1"}, "absent": [["fastembed", "pip: ERROR: no"]]},
     },
     n512={
         "linbias": took([1.0, 1.2, 1.1], [9.0], 2048, 1e-6),
@@ -267,5 +267,5 @@ def test_the_report_says_once_why_there_is_no_number(page):
     case = "BLOOM-560m, float32, 8,192"
     assert f"| ONNX Runtime | asked for 34 GB more, of 20 in all | {case} |\n" in page
     assert "not asked: failed" not in page
-    assert "| vLLM | not here: `pip: ERROR: no` |  |\n" in page
+    assert "| fastembed | not here: `pip: ERROR: no` |  |\n" in page
     assert "\n\n1 of 5 cells were measured while others used more than 5%" in page

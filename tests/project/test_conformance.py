@@ -180,7 +180,7 @@ def test_no_two_bugs_of_a_row_give_the_same(check):
         (lambda out: 1 / 0, "ZeroDivisionError: division by zero"),
         (lambda out: np.full_like(out, np.nan), "NaN"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_answer_is_named_and_the_run_goes_on(check, definition, tmp_path, change, note):
     def attention(q, k, v, **arguments):
         out = definition(q, k, v, **arguments)
@@ -227,17 +227,25 @@ def test_bfloat16_numbers_come_in_float32(check, definition, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--call", "no_such_module:f"], "no_such_module:f cannot be loaded:"
-         " ModuleNotFoundError: No module named 'no_such_module'"),
-        (["--call", "math:no_such"], "math:no_such cannot be loaded: AttributeError:"
-         " module 'math' has no attribute 'no_such'"),
+        (
+            ["--call", "no_such_module:f"],
+            "no_such_module:f cannot be loaded:"
+            " ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        (
+            ["--call", "math:no_such"],
+            "math:no_such cannot be loaded: AttributeError:"
+            " module 'math' has no attribute 'no_such'",
+        ),
         (["--call", "math"], "say which function, --call module:function"),
         ([], "say which function, --call module:function"),
         (["--call", "math:sqrt", "--rows", "aside"], "there is no row aside; --list names them"),
-        (["--call", "adapters.linbias_numpy:attention", "--dtype", "bfloat16"],
-         "adapters.linbias_numpy:attention takes no dtype, so it cannot be asked for bfloat16"),
+        (
+            ["--call", "adapters.linbias_numpy:attention", "--dtype", "bfloat16"],
+            "adapters.linbias_numpy:attention takes no dtype, so it cannot be asked for bfloat16",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_usage_is_one_line(check, capsys, arguments, line):
     with pytest.raises(SystemExit) as stopped:
         check.main(arguments)
@@ -260,8 +268,11 @@ def test_it_runs_as_a_program_without_linbias(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, str(FOLDER / "check.py"), "--call", "mine:attention", "--rows", "causal"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1 and done.stderr == ""
     assert done.stdout.splitlines()[-1] == "0 right, 1 wrong, 0 failed, 0 not claimed"
 

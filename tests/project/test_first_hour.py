@@ -63,8 +63,12 @@ def test_the_first_hour(environment, tmp_path):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],  # no site-packages
-        cwd=tmp_path, env=clean, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert core.WHY_MISSING or "Warning" not in done.stderr
 

@@ -1,15 +1,22 @@
-"""Random calls with every option, held against the definition in a wider type within the budget.
+"""Calls of attention as attacks draw them, how one is run, and the search with random calls.
 
-A call draws its sizes, dtype, strides, slopes, sides, ranges, query starts, scale, dropout,
-tolerance, key_bound, and which gradients are wanted. The truth is that of the contract, truth.py;
-the plain computations that earn the budget are plain.py, and the truth's own formulas in the wide
-type, with the products summed in other orders.
+The searches are this one, attack_mass.py and attack_proved.py: `attack` tries number n of a seed,
+a function of these two alone, and says what came of it. `make attack` runs them for long,
+tests/core/test_judges.py and tests/project/test_proof.py for a moment.
+
+A random call draws its sizes, dtype, strides, slopes, sides, ranges, query starts, scale, dropout,
+tolerance, key_bound, and which gradients are wanted. It is held against the definition in a wider
+type within the budget. The truth is that of the contract, truth.py; the plain computations that
+earn the budget are plain.py, and the truth's own formulas in the wide type, with the products
+summed in other orders.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -27,26 +34,42 @@ from plain import plain_attention
 from truth import true_attention
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-NAMES = ("q", "k", "v", "left", "right")
+NAMES = ("q", "k", "v", "left", "right", "positions", "query_positions")
+Results = dict[str, np.ndarray]
+
+
+class Outcome(NamedTuple):
+    """What came of one number."""
+
+    subject: str
+    entry: dict[str, Any]  # its counts, and its worst
+    failure: str  # what is wrong, if anything
 
 
 @dataclass(frozen=True)
-class RandomCall:
+class Call:
     """One call: its sizes and options, its arrays, and what PyTorch alone is asked."""
 
     dtype: str
     case: Case
     inputs: Inputs
     tolerance: float | None
-    bounded: bool
-    wanted: tuple[str, ...]  # gradients
-    layout: dict[str, int]  # of q, k, v
-    seed: int
+    bounded: bool = False  # with the key_bound
+    wanted: tuple[str, ...] = ()  # gradients
+    layout: dict[str, int] = field(default_factory=dict)  # of q, k, v
+    seed: int = 0
 
     @property
     def wide(self) -> str:
         """The dtype of scores and slopes."""
         return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments of attention in NumPy, but for dropout and the tolerance."""
+        arrays = {n: x for n in NAMES if (x := getattr(self.inputs, n)) is not None}
+        case = self.case
+        return arguments(arrays) | case.placement | {"causal": case.causal, "scale": case.scale}
 
     def describe(self) -> dict[str, Any]:
         """What to know of a call that went wrong."""
@@ -56,7 +79,103 @@ class RandomCall:
         return {**vars(self.case), **slopes, **{n: getattr(self, n) for n in names}}
 
 
-def random_call(seed: int | list[int], dtype: str | None = None) -> RandomCall:
+def run_torch(call: Call, implementation: str, target: str | None = None) -> Results:
+    """out, lse and the wanted gradients (dq ...) of PyTorch's front end, as float64; the compiled
+    core runs a CPU target.
+    """
+    dtype, wide = getattr(torch, call.dtype), getattr(torch, call.wide)
+    dtypes = dict.fromkeys("qkv", dtype) | dict.fromkeys(("slopes", "right_slopes"), wide)
+    given = {
+        name: torch.tensor(value, dtype=dtypes.get(name)) if np.ndim(value) else value
+        for name, value in call.given.items()
+    }
+    given |= {n: _lay_out(given[n], call.layout.get(n, 0)).detach() for n in "qkv"}
+    leaves = [given[n].requires_grad_() for n in arguments(dict.fromkeys(call.wanted))]
+    if call.bounded and call.case.S:
+        longest = torch.tensor(np.linalg.norm(call.inputs.k, axis=-1).max(-1) * (1 + 1e-12))
+        given["key_bound"] = longest.to(wide).nextafter(torch.tensor(torch.inf, dtype=wide))
+    with _forced(target), mock.patch.object(calls, "draw_seed", lambda _: torch.tensor(call.seed)):
+        out, lse = linbias.torch.attention(
+            **given,
+            dropout=call.case.dropout,
+            tolerance=call.tolerance,
+            implementation=implementation,
+            return_lse=True,
+        )
+        results = {"out": out, "lse": lse}
+        dlse = torch.tensor(call.inputs.dlse, dtype=lse.dtype) * (lse.detach() > -torch.inf)
+        pairs = [(out, torch.tensor(call.inputs.dout, dtype=out.dtype)), (lse, dlse)]
+        if pairs := [pair for pair in pairs if pair[0].requires_grad]:
+            ends, starts = zip(*pairs, strict=True)
+            found = torch.autograd.grad(ends, leaves, starts, materialize_grads=True)
+            results |= {f"d{n}": g for n, g in zip(call.wanted, found, strict=True)}
+    return {n: x.detach().double().numpy() for n, x in results.items()}
+
+
+@contextmanager
+def _forced(target: str | None) -> Iterator[None]:
+    core.force_target(target)
+    try:
+        yield
+    finally:
+        core.force_target(None)
+
+
+def as_wanted(call: Call, results: Results, gradients: Results) -> Results:
+    """out, lse and the wanted gradients, under the names that `run_torch` gives them."""
+    return {**results, **{f"d{name}": gradients[name] for name in call.wanted}}
+
+
+def _lay_out(x: Tensor, layout: int) -> Tensor:
+    """The same values with other strides."""
+    if layout == 1:  # heads before the last axis, as a projection gives them
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == 2:  # between other numbers
+        wider = x.new_full((*x.shape[:3], x.shape[3] + 3), torch.nan)
+        wider[..., 1:-2] = x
+        return wider[..., 1:-2]
+    if layout == 3:  # the last axis is not the innermost
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+    return x
+
+
+def line_up(
+    rng: np.random.Generator,
+    q: np.ndarray,
+    k: np.ndarray,
+    slopes: tuple[float, float],
+    to_left: np.ndarray,
+    tolerance: float,
+    block: int,
+    begins: tuple[int, int] = (0, 0),
+) -> None:
+    """Put the keys of a head, k [S, D], and its queries on a line, in place: far keys at the score
+    that the rule just leaves, and all others at 0.
+
+    `to_left` [S] is how far keys lie to the left of the middle query. Most often the far ones
+    begin where a block of keys does; on each side these are counted from a key.
+    """
+    direction = rng.standard_normal(k.shape[1])
+    direction /= np.linalg.norm(direction)
+    size = np.exp(rng.uniform(-1, 2))
+    q[:] = direction * size * np.exp(rng.normal(0, 0.02, (len(q), 1)))
+    k[:] = 0.0
+    step = block if rng.random() < 0.7 else 1
+    for side in range(2):
+        slope, distances = slopes[side], to_left if side == 0 else -to_left
+        edges = np.arange(begins[side] % step or step, len(k), step)
+        edges = edges[distances[edges - 1 if side == 0 else edges] > 0]
+        if not len(edges) or not 0 < slope < np.inf or rng.random() < 0.15:
+            continue
+        edge, extent = int(rng.choice(edges)), 64 if rng.random() < 0.3 else len(k)
+        far, nearest = slice(max(0, edge - extent), edge), edge - 1
+        if side == 1:
+            far, nearest = slice(edge, edge + extent), edge
+        score = slope * distances[nearest] + np.log(tolerance) + rng.normal(-0.3, 0.7)
+        k[far] = score / size * direction
+
+
+def random_call(seed: int | list[int], dtype: str | None = None) -> Call:
     """A call as a function of the seed alone."""
     rng = np.random.default_rng(seed)
     dtype = dtype or str(rng.choice(DTYPES, p=[0.1, 0.4, 0.3, 0.2]))
@@ -80,7 +199,7 @@ def random_call(seed: int | list[int], dtype: str | None = None) -> RandomCall:
     if not causal and rng.random() < 0.6:
         right = _random_slopes(rng, B, H, wide)
     tolerance = [None, None, 0.0, 1e-9, 1e-3][rng.integers(5)]
-    given = NAMES if right is not None else NAMES[:4]
+    given = ("q", "k", "v", "left", "right")[: 4 if right is None else 5]
     wanted = tuple(n for n in given if rng.random() < 0.6)
     if rng.random() < 0.3 or tolerance == 1e-3:  # gradients are bounded by more than mass
         wanted = ()
@@ -99,10 +218,7 @@ def random_call(seed: int | list[int], dtype: str | None = None) -> RandomCall:
     dlse = round_to(rng.standard_normal((B, H, T)), wide)
     inputs = Inputs(q, k, v, left, right, dout, dlse)
     seed = int(rng.integers(2**31 - 1))
-    return RandomCall(dtype, case, inputs, tolerance, bounded, wanted, layout, seed)
-
-
-Results = dict[str, np.ndarray]
+    return Call(dtype, case, inputs, tolerance, bounded, wanted, layout, seed)
 
 
 def _random_slopes(rng: np.random.Generator, B: int, H: int, wide: str) -> np.ndarray:
@@ -126,65 +242,13 @@ def _random_placement(rng: np.random.Generator, B: int, G: int, T: int, S: int) 
     return placement
 
 
-def run_torch(call: RandomCall, implementation: str) -> Results:
-    """out, lse and the wanted gradients (dq ...) of PyTorch's front end, as float64."""
-    case, dtype, wide = call.case, getattr(torch, call.dtype), getattr(torch, call.wide)
-    leaves = {}
-    for name in NAMES:
-        if (array := getattr(call.inputs, name)) is not None:
-            leaf = torch.tensor(array, dtype=dtype if name in "qkv" else wide)
-            leaf = _lay_out(leaf, call.layout[name]) if name in "qkv" else leaf
-            leaves[name] = leaf.detach().requires_grad_(name in call.wanted)
-    bound = None
-    if call.bounded and case.S:
-        bound = leaves["k"].detach().to(wide).norm(dim=-1).amax(-1) * 1.0001
-    with mock.patch.object(calls, "draw_seed", lambda device: torch.tensor(call.seed)):
-        out, lse = linbias.torch.attention(
-            **arguments(leaves),
-            causal=case.causal,
-            **{n: torch.tensor(x) for n, x in case.placement.items()},
-            scale=case.scale,
-            key_bound=bound,
-            dropout=case.dropout,
-            tolerance=call.tolerance,
-            implementation=implementation,
-            return_lse=True,
-        )
-    results = {"out": out, "lse": lse}
-    dlse = torch.tensor(call.inputs.dlse, dtype=lse.dtype) * (lse.detach() > -torch.inf)
-    pairs = [(out, torch.tensor(call.inputs.dout, dtype=out.dtype)), (lse, dlse)]
-    pairs = [pair for pair in pairs if pair[0].requires_grad]
-    if pairs:
-        found = torch.autograd.grad(
-            [x for x, _ in pairs],
-            [leaves[name] for name in call.wanted],
-            [gradient for _, gradient in pairs],
-            materialize_grads=True,
-        )
-        results |= {f"d{n}": g for n, g in zip(call.wanted, found, strict=True)}
-    return {n: x.detach().double().numpy() for n, x in results.items()}
-
-
-def run_jax(call: RandomCall, implementation: str) -> Results:
-    """As `run_torch`, of the JAX front end."""
-    subject = JaxSubject(implementation, call.seed)
-    return as_wanted(
-        call, *subject.run(call.inputs, call.case, call.dtype, tolerance=call.tolerance)
-    )
-
-
-def as_wanted(call: RandomCall, results: Results, gradients: Results) -> Results:
-    """out, lse and the wanted gradients, under the names that `run_torch` gives them."""
-    return {**results, **{f"d{name}": gradients[name] for name in call.wanted}}
-
-
-def find_truth(call: RandomCall) -> Results:
+def find_truth(call: Call) -> Results:
     """The definition, written out by hand, in float64; for float64 in long double."""
     wider = np.longdouble if call.dtype == "float64" else np.float64
     return as_wanted(call, *true_attention(call.inputs, call.case, wider, call.seed))
 
 
-def run_plain(call: RandomCall, order: int) -> Results:
+def run_plain(call: Call, order: int) -> Results:
     """A plain computation in the wide type, rounded to the dtype, in another order for each
     number.
 
@@ -211,22 +275,7 @@ def run_plain(call: RandomCall, order: int) -> Results:
     return as_wanted(call, {n: arrays[n] for n in ("out", "lse")}, arrays)
 
 
-def _lay_out(x: Tensor, layout: int) -> Tensor:
-    """The same values with other strides."""
-    if layout == 1:  # heads before the last axis, as a projection gives them
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == 2:  # between other numbers
-        wider = x.new_full((*x.shape[:3], x.shape[3] + 3), torch.nan)
-        wider[..., 1:-2] = x
-        return wider[..., 1:-2]
-    if layout == 3:  # the last axis is not the innermost
-        return x.transpose(2, 3).contiguous().transpose(2, 3)
-    return x
-
-
-def worst_share(
-    call: RandomCall, actual: Results, truth: Results, orders: range
-) -> tuple[float, str]:
+def worst_share(call: Call, actual: Results, truth: Results, orders: range) -> tuple[float, str]:
     """The largest error over the budget that plain computations in these orders earn."""
     plains = [run_plain(call, order) for order in orders]
     tolerance = TOLERANCE[call.dtype] if call.tolerance is None else call.tolerance
@@ -240,45 +289,31 @@ def worst_share(
     return max(found)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a random call went."""
-
-    ran: str  # implementation, target and dtype
-    share: float  # the largest error over what the budget allows
-    again: bool  # whether more plain computations were asked
-    failure: str | None  # what is over the budget, and the call
-
-
 # Plain computations that earn a budget at first, and where a call is over it.
 FEW_ORDERS, ALL_ORDERS = range(4), range(40)
+ONE_IN_JAX = 200  # every new shape is compiled
 
 
-def try_call(seed: int | list[int], number: int) -> Outcome:
-    """Run one random call on the implementation whose turn it is."""
-    call, implementations = random_call(seed), runnable()
+def attack(seed: int, number: int) -> Outcome:
+    """Run a random call on the implementation whose turn it is: of PyTorch's front end, where the
+    compiled core has its targets, or rarely of JAX's.
+    """
+    call = random_call([seed, number])
+    implementations = [*(("cpu", target) for target in core.targets()), ("blocked", None)]
     name, target = implementations[number % len(implementations)]
     if number % ONE_IN_JAX == ONE_IN_JAX - 1:
-        name, target = ("jax cpu", "jax blocked")[number // ONE_IN_JAX % 2], None
-    ran = " ".join(filter(None, (name, target, call.dtype)))
-    core.force_target(target)
-    try:
-        front_end, _, implementation = name.rpartition(" ")
-        actual = (run_jax if front_end else run_torch)(call, implementation)
-    finally:
-        core.force_target(None)
+        name = ("cpu", "blocked")[number // ONE_IN_JAX % 2]
+        subject = JaxSubject(name, call.seed)
+        found = subject.run(call.inputs, call.case, call.dtype, tolerance=call.tolerance)
+        actual, ran = as_wanted(call, *found), f"jax {name} {call.dtype}"
+    else:
+        actual = run_torch(call, name, target)
+        ran = " ".join(filter(None, (name, target, call.dtype)))
     truth = find_truth(call)
     share, words = worst_share(call, actual, truth, FEW_ORDERS)
     again = share > 1
     if again:
         share, words = worst_share(call, actual, truth, ALL_ORDERS)
-    failure = f"{ran}: {words}; {call.describe()}" if share > 1 else None
-    return Outcome(ran, share, again, failure)
-
-
-ONE_IN_JAX = 200  # every new shape is compiled
-
-
-def runnable() -> list[tuple[str, str | None]]:
-    """Implementations of PyTorch's front end, and targets of the compiled core."""
-    return [*(("cpu", target) for target in core.targets()), ("blocked", None)]
+    over = share > 1
+    entry = {"calls": 1, "share": round(share, 4), "over": int(over), "asked_again": int(again)}
+    return Outcome(ran, entry, f"{ran}: {words}; {call.describe()}" if over else "")

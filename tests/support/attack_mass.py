@@ -17,6 +17,7 @@ off by together, over what docs/math.md (section 11) and rounding allow, is such
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -24,8 +25,15 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 import linbias
-from cases import round_to
+from attack_calls import DTYPES, Call, Outcome, line_up, run_torch
+from cases import Case, Inputs, round_to
+from jax_subject import JaxSubject
+from linbias import near_to_far
 from linbias._request import TOLERANCE
+from linbias.jax.impl import blocked as jax_blocked
+from linbias.kernels import core
+from linbias.torch.impl import blocked, cpu
+from linbias.torch.impl.tiles import BLOCK
 
 ONE = 2.0**15
 # Shares of a column's weight that may be missing from rounding alone. Scores of some hundred lose
@@ -36,6 +44,7 @@ LARGEST = {"float64": 1e150, "float32": 1e18, "float16": 6e4, "bfloat16": 1e18}
 MOST_COLUMNS = 256  # the largest head size of the compiled core
 STEPS = 80
 SHARED_EVERY = 10
+BLOCK_KEYS = 64  # most implementations cut keys into blocks of as many
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,11 @@ class Setting:
     def column_keys(self) -> int:
         """Keys that share a column."""
         return 1 << max(0, math.ceil(math.log2(self.S / MOST_COLUMNS)))
+
+    @property
+    def num_columns(self) -> int:
+        """Of the values: the last may have fewer keys."""
+        return -(-self.S // self.column_keys)
 
 
 @dataclass
@@ -94,28 +108,51 @@ class Chains:
 Subject = Callable[[Setting, Chains], np.ndarray]
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a climb came to."""
+def as_call(setting: Setting, chains: Chains) -> Call:
+    """The candidates as batch rows of one call, or as heads of one row where they share a
+    query_start; values say which keys are read, and dout asks for the weights of one row.
+    """
+    axis = 1 if setting.own_starts else 0
+    q, k, left, right, ranges, x = (
+        np.expand_dims(each, axis)
+        for each in (
+            *(chains.q, chains.k, chains.left, chains.right),
+            *(np.stack([chains.first, chains.end], -1), chains.x),
+        )
+    )
+    v = np.broadcast_to(indicators(setting), (*k.shape[:3], setting.num_columns))
+    B, H = q.shape[:2]
+    case = Case(
+        "mass",
+        **{"B": B, "H": H, "G": H, "T": setting.T, "S": setting.S},
+        **{"D": setting.D, "E": setting.num_columns},
+        causal=setting.causal,
+        key_range=ranges,
+        query_start=chains.start[:B],
+        scale=1.0,
+    )
+    dout = np.zeros((B, H, setting.T, setting.num_columns))
+    dout[:, :, probed_row(setting), 0] = ONE
+    inputs = Inputs(
+        *(q, k, v, left, None if setting.causal else right, dout, np.zeros(dout.shape[:3])),
+        positions=x if setting.placed else None,
+    )
+    return Call(setting.dtype, case, inputs, setting.tolerance)
 
-    candidates: int
-    ratio: float  # the largest mass that a row lost, over the tolerance
-    dropped: float  # the share of candidates of which anything was lost
 
-
-def climb(setting: Setting, subject: Subject, seed: int | list[int], steps: int = STEPS) -> Found:
-    """Climb from random candidates; a function of the seed alone."""
+def climb(setting: Setting, subject: Subject, seed: int | list[int], steps: int = STEPS) -> float:
+    """Climb from random candidates to the largest mass that a row loses, over the tolerance; a
+    function of the seed alone.
+    """
     rng = np.random.default_rng(seed)
     best = begin(rng, setting)
     ratio = ratios(setting, subject, best)
-    dropped = int((ratio > 0).sum())
     for step in range(1, steps):
         tried = best.select(np.arange(setting.num_chains))
         for c in range(setting.num_chains):
             change(rng, setting, tried, c)
         tried = tried.rounded(setting.dtype)
         found = ratios(setting, subject, tried)
-        dropped += int((found > 0).sum())
         better = found >= ratio
         best.put(better, tried.select(better))
         ratio = np.maximum(ratio, found)
@@ -125,8 +162,7 @@ def climb(setting: Setting, subject: Subject, seed: int | list[int], steps: int 
             worse, kept = order[:half], order[-half:]
             best.put(worse, best.select(kept))
             ratio[worse] = ratio[kept]
-    candidates = steps * setting.num_chains
-    return Found(candidates, float(ratio.max()), dropped / candidates)
+    return float(ratio.max())
 
 
 def ratios(setting: Setting, subject: Subject, chains: Chains) -> np.ndarray:
@@ -160,25 +196,27 @@ def _coarse_share(setting: Setting, chains: Chains) -> np.ndarray:
     blocks of few terms cost 19 u |q||k|, and 16 u for the terms of the weights themselves; scores,
     biases and sums are rounded.
     """
-    with np.errstate(over="ignore"):
-        longest = [np.linalg.norm(x, axis=-1).max(1) for x in (chains.q, chains.k)]
-        units = (19 + 2 * (setting.D + 10)) * np.prod(longest, axis=0) + 16 + 100
+    units = (19 + 2 * (setting.D + 10)) * _largest_score(chains) + 16 + 100
     return 2 * setting.tolerance + 2.0**-24 * units
 
 
 def _beyond_precision(setting: Setting, chains: Chains) -> np.ndarray:
     """[C]: whether any computation in the wide type rounds its scores by 1/100."""
     unit = 2.0**-53 if setting.dtype == "float64" else 2.0**-24
-    with np.errstate(over="ignore"):
-        longest = [np.linalg.norm(x, axis=-1).max(1) for x in (chains.q, chains.k)]
-        rounding = np.prod(longest, axis=0) * unit * (setting.D + 8)
+    rounding = _largest_score(chains) * unit * (setting.D + 8)
     return ~(rounding <= 0.01)  # what is not finite, too
+
+
+@np.errstate(over="ignore")
+def _largest_score(chains: Chains) -> np.ndarray:
+    """[C]: the longest query times the longest key."""
+    return np.prod([np.linalg.norm(x, axis=-1).max(1) for x in (chains.q, chains.k)], axis=0)
 
 
 def indicators(setting: Setting) -> np.ndarray:
     """The values of every candidate: [S, columns], ONE where a key belongs to a column."""
     column = np.arange(setting.S) // setting.column_keys
-    return (column[:, None] == np.arange(column[-1] + 1)) * ONE
+    return (column[:, None] == np.arange(setting.num_columns)) * ONE
 
 
 def sum_columns(setting: Setting, weight: np.ndarray) -> np.ndarray:
@@ -224,7 +262,14 @@ def begin(rng: np.random.Generator, setting: Setting) -> Chains:
     for c in range(C):
         kind = rng.integers(4)
         if kind < 2:
-            _line_up(rng, setting, chains, c)
+            middle = start[c] + T // 2
+            to_left = x[c, middle] - x[c] if setting.placed else middle - x[c]
+            # `blocked` counts its blocks from where the queries stand.
+            block, begins = BLOCK_KEYS, (0, 0)
+            if not setting.own_starts:
+                block, begins = BLOCK, (int(start[c]), int(start[c]) + T)
+            slopes = left[c], right[c]
+            line_up(rng, q[c], k[c], slopes, to_left, setting.tolerance, block, begins)
         elif kind == 2:
             k[c] += 3 * rng.standard_normal(D)
         q[c] *= np.exp(rng.uniform(-1, 1))
@@ -233,33 +278,6 @@ def begin(rng: np.random.Generator, setting: Setting) -> Chains:
         if rng.random() < 0.3:
             chains.end[c] = S - rng.integers(0, S // 4)
     return chains.rounded(setting.dtype)
-
-
-def _line_up(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
-    """All keys on a line along the queries, far ones at the score that the rule just leaves."""
-    direction = rng.standard_normal(setting.D)
-    direction /= np.linalg.norm(direction)
-    size = np.exp(rng.uniform(-1, 2))
-    chains.q[c] = direction * size * np.exp(rng.normal(0, 0.02, (setting.T, 1)))
-    chains.k[c] = 0.0
-    middle, x = chains.start[c] + setting.T // 2, chains.x[c]
-    at = x[middle] if setting.placed else middle
-    sides = ((chains.left[c], at - x), (chains.right[c], x - at))
-    for slope, distances in sides if rng.random() < 0.7 else sides[:1]:
-        if np.isinf(slope):
-            continue
-        nearest = rng.integers(1, setting.S)
-        if rng.random() < 0.7:  # many implementations cut keys into blocks of 64
-            edge = rng.integers(1, setting.S // 64 + 1) * 64
-            is_left = slope is sides[0][0]
-            nearest = distances[edge - 1 if is_left else min(edge, setting.S - 1)]
-            if nearest < 1:
-                continue
-        score = slope * nearest + math.log(setting.tolerance) + rng.normal(-0.3, 0.7)
-        far = distances >= nearest
-        if rng.random() < 0.3:  # one block of them
-            far &= distances < nearest + 64
-        chains.k[c, far] = score / size * direction
 
 
 def _places(rng: np.random.Generator, setting: Setting) -> np.ndarray:
@@ -278,8 +296,7 @@ def _places(rng: np.random.Generator, setting: Setting) -> np.ndarray:
     return gaps.cumsum(-1) + rng.choice([0.0, 1.7e9], (C, 1))
 
 
-CHANGES = """queries keys keys slopes slopes disturb shift align turn clear roll trade sizes
-move""".split()
+CHANGES = "queries keys keys slopes slopes disturb shift align turn clear roll sizes move".split()
 
 
 def change(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
@@ -330,15 +347,11 @@ def change_once(
             k[some_keys()] = 0.0
         case "roll":
             k[:] = np.roll(k, rng.integers(-20, 21), axis=0)
-        case "trade":  # longer queries and shorter keys, or the reverse: every score stays
-            factor = little()
+        case "sizes":  # longer queries and shorter keys, or the reverse: every score stays
+            most = {"float16": 4, "float64": 200}.get(setting.dtype, 30)
+            factor = little() if rng.random() < 0.5 else 2.0 ** rng.integers(-most, most + 1)
             q *= factor
             k /= factor
-        case "sizes":  # likewise, by much
-            most = {"float16": 4, "float64": 200}.get(setting.dtype, 30)
-            power = 2.0 ** rng.integers(-most, most + 1)
-            q *= power
-            k /= power
         case "move":  # another range of keys, or another place of the queries
             step, which = int(rng.integers(-20, 21)), rng.integers(3)
             if which == 0:
@@ -357,28 +370,112 @@ def change_once(
             x[:] = x[0] + gaps.cumsum()
 
 
-def random_setting(
-    rng: np.random.Generator, dtype: str, *, decode: bool, num_chains: int = 32, own_starts: bool
-) -> Setting:
-    """Sizes and a tolerance: the default of the type, or one where a violation shows at once."""
-    lengths, shares = (5, 9, 17, 50), (0.4, 0.3, 0.2, 0.1)
-    T = int(rng.integers(1, 5) if decode else rng.choice(lengths, p=shares))
-    S = int(rng.choice([130, 200, 300, 500]))
-    if decode and rng.random() < 0.5:  # beyond the near blocks, which are read one by one
-        S, num_chains = int(rng.choice([1500, 3000, 5000])), num_chains // 4
-    if T > 20:
-        num_chains = num_chains // 2
-    default = TOLERANCE[dtype]
-    tolerances = [default, default, 1e-2, 1e-3, 1e-5, 0.3]
-    if dtype == "float16":
-        tolerances.remove(1e-5)
-    return Setting(
-        dtype,
-        T=T,
-        S=S,
-        D=int(rng.choice([1, 3, 8, 16, 31])),
-        causal=bool(rng.random() < 0.5),
-        tolerance=float(rng.choice(tolerances)),
-        num_chains=max(4, num_chains),
-        own_starts=own_starts,
-    )
+DIFFERENTIATED = ("gradients wanted", "backward")
+MODES = ("forward", *DIFFERENTIATED, "decode", "decode, key_bound")
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """An implementation, a type and a way to call it."""
+
+    implementation: str  # "cpu avx2", "torch blocked", ...
+    mode: str
+    dtype: str
+    placed: bool = False  # with keys at given positions
+
+    @property
+    def way(self) -> str:
+        """How it is called, in words."""
+        return f"{self.mode}, positions" if self.placed else self.mode
+
+    @property
+    def takes_positions(self) -> bool:
+        name = self.implementation.split()[0]
+        modules = {"cpu": cpu, "torch": blocked, "jax": jax_blocked}
+        return name == "near_to_far" or "positions" in modules[name].ABILITIES.has
+
+    def subject(self, setting: Setting, chains: Chains) -> np.ndarray:
+        """Call it: a `Subject`."""
+        call, (name, _, target) = as_call(setting, chains), self.implementation.partition(" ")
+        if name == "near_to_far":
+            found = near_to_far.attention(**call.given, tolerance=call.tolerance).out
+        elif name == "jax":
+            inputs = call.inputs
+            if setting.placed:
+                # Counted from the last key: what float32 rounds off there is far below what
+                # counts as a loss.
+                inputs = replace(inputs, positions=inputs.positions - inputs.positions[..., -1:])
+            found = JAX_BLOCKED.run(
+                inputs, call.case, call.dtype, tolerance=call.tolerance, differentiated=False
+            )[0]["out"]
+        else:
+            call = replace(
+                call,
+                bounded=self.mode == "decode, key_bound",
+                wanted=("v",) if self.mode in DIFFERENTIATED else (),
+            )
+            implementation = "cpu" if name == "cpu" else target
+            results = run_torch(call, implementation, target if name == "cpu" else None)
+            found = results["dv"][..., 0] if self.mode == "backward" else results["out"]
+        return found.squeeze(1 if setting.own_starts else 0)
+
+    def setting(self, rng: np.random.Generator) -> Setting:
+        """Sizes that this implementation leaves something of, and runs quickly; and a tolerance:
+        the default of the type, or one where a violation shows at once.
+        """
+        name, decode = self.implementation.split()[0], self.mode.startswith("decode")
+        T = int(
+            rng.integers(1, 5) if decode else rng.choice([5, 9, 17, 50], p=[0.4, 0.3, 0.2, 0.1])
+        )
+        S, D = int(rng.choice([130, 200, 300, 500])), int(rng.choice([1, 3, 8, 16, 31]))
+        num_chains = 16 if T > 20 else 32
+        if decode and rng.random() < 0.5:  # beyond the near blocks, which are read one by one
+            S, num_chains = int(rng.choice([1500, 3000, 5000])), 8
+        if name != "cpu":
+            T, num_chains = int(rng.choice([1, 3, 20])), 12
+        if name in ("torch", "jax"):  # blocks of 256 keys
+            S = int(rng.choice([768, 1024]))
+        default = TOLERANCE[self.dtype]
+        tolerances = [default, default, 1e-2, 1e-3, 0.3] + [1e-5] * (self.dtype != "float16")
+        if coarse := "amx" in self.implementation and self.dtype == "float32" and not decode:
+            # The matrix unit takes no smaller calls. At most other tolerances nothing shows of it.
+            T, S, D, num_chains = 192, int(rng.choice([512, 1024])), 32, 4
+            tolerances = [2.0**-24, 2.0**-20]
+        return Setting(
+            self.dtype,
+            **{"T": T, "S": S, "D": D, "num_chains": num_chains},
+            causal=bool(rng.random() < 0.5),
+            tolerance=float(rng.choice(tolerances)),
+            own_starts=name in ("cpu", "near_to_far"),
+            placed=self.placed,
+            coarse=coarse,
+        )
+
+
+JAX_BLOCKED = JaxSubject("blocked")
+
+
+@functools.cache
+def everything(only: str = "") -> list[Attacked]:
+    """All that this machine can run and whose name holds a text, such as "cpu avx2 decode"."""
+    ways = [(f"cpu {target}", mode) for target in core.targets() for mode in MODES]
+    ways += [("torch blocked", "forward"), ("torch blocked", "backward")]
+    ways += [("jax blocked", "forward")]
+    attacked = [Attacked(*way, dtype) for way in ways for dtype in DTYPES]
+    attacked += [Attacked("near_to_far", "forward", "float64")]
+    attacked += [replace(a, placed=True) for a in attacked if a.takes_positions]
+    return [a for a in attacked if only in f"{a.implementation} {a.way} {a.dtype}"]
+
+
+def attack(seed: int, number: int, only: str = "") -> Outcome:
+    """A climb, in rounds over everything that can be attacked, each in an order of its own."""
+    known = everything(only)
+    round_number, turn = divmod(number, len(known))
+    order = np.random.default_rng([seed, round_number]).permutation(len(known))
+    attacked = known[order[turn]]
+    setting = attacked.setting(np.random.default_rng([seed, number]))
+    ratio = climb(setting, attacked.subject, [seed, number])
+    entry = {"candidates": STEPS * setting.num_chains, "ratio": round(ratio, 6)}
+    entry |= {"climb": number, "dtype": attacked.dtype}
+    failure = f"{attacked} drops {ratio:.4g} times {setting}" if ratio > 1 else ""
+    return Outcome(f"{attacked.implementation}, {attacked.way}", entry, failure)

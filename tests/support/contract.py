@@ -47,18 +47,9 @@ def expected(case: Case, dtype: str):
     wide = "float64" if dtype == "float64" else "float32"
     truth = true_attention(inputs, case, np.longdouble if dtype == "float64" else np.float64, SEED)
     plains = []
-    keys, half = (
-        np.arange(case.S),
-        case.S // 2,
-    )  # six orders: of a sum of two slopes four say little
-    orders = (
-        keys,
-        keys[::-1].copy(),
-        keys,
-        keys[::-1].copy(),
-        np.roll(keys, half),
-        np.roll(keys, half),
-    )
+    keys = np.arange(case.S)
+    back, halved = keys[::-1].copy(), np.roll(keys, case.S // 2)
+    orders = (keys, back, keys, back, halved, halved)  # of a sum of two slopes four say little
     for third, order in zip((0, 2, 3, 4, 0, 2), orders, strict=True):
         turn = third * case.D // 6
         results, gradients = plain_attention(inputs, case, getattr(torch, wide), SEED, turn, order)

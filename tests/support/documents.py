@@ -91,9 +91,13 @@ def write_paper_model(folder: Path) -> None:
     from linbias.paper.model import PaperForCausalLM
 
     config = PaperConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, cutoffs=[20],
-    )  # fmt: skip
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        cutoffs=[20],
+    )
     PaperForCausalLM(config).save_pretrained(folder / "alibi-512")
     add_words(Dictionary.from_counts({f"w{i}": 1 for i in range(36)}), folder / "alibi-512")
 
@@ -117,9 +121,12 @@ def write_existing_models(folder: Path) -> None:
         vocab_size=256, d_model=32, n_heads=4, n_layers=1, attn_config=storyteller
     )
     baichuan = BaichuanConfig(
-        **decoder, intermediate_size=48, num_attention_heads=4, num_hidden_layers=1,
+        **decoder,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_hidden_layers=1,
         normalize_head=True,
-    )  # fmt: skip
+    )
     decoders = {
         "bigscience/bloom-560m": BloomForCausalLM(bloom),
         "tiiuae/falcon-rw-1b": FalconForCausalLM(falcon),

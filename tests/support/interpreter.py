@@ -87,10 +87,15 @@ def repaired() -> Iterator[None]:
         mock.patch.object(interpreter, "_interpreter", guarded),
         mock.patch.object(interpreter, "_patch_lang_tensor", patch_tensor),
         mock.patch.object(executor, "__call__", run),
-        mock.patch.multiple(builder, create_dot=create_dot, cast_impl=cast_impl,
-                            create_fp_ext=cast_impl, create_fp_trunc=cast_impl,
-                            create_fp_to_fp=convert),
-    ):  # fmt: skip
+        mock.patch.multiple(
+            builder,
+            create_dot=create_dot,
+            cast_impl=cast_impl,
+            create_fp_ext=cast_impl,
+            create_fp_trunc=cast_impl,
+            create_fp_to_fp=convert,
+        ),
+    ):
         yield
 
 

@@ -38,7 +38,7 @@ class JaxSubject:
     seed: int = SEED
 
     @functools.cache  # noqa: B019  # compiling takes the time: cases of the same sizes and options share a program
-    def program(self, **options):
+    def program(self, differentiated, **options):
         def attend(leaves, placement):
             out, lse = attention(
                 **arguments(leaves),
@@ -55,9 +55,9 @@ class JaxSubject:
             dlse = jnp.where(results["lse"] > -jnp.inf, dlse, 0)
             return results, pull({"out": dout, "lse": dlse})[0]
 
-        return jax.jit(run)
+        return jax.jit(run if differentiated else attend)
 
-    def run(self, inputs, case, dtype, *, tolerance=None, layout="plain"):
+    def run(self, inputs, case, dtype, *, tolerance=None, layout="plain", differentiated=True):
         assert layout == "plain", "JAX arrays have no strides"
         if dtype == "float16" and not has_float16():
             pytest.skip("XLA has no float16 on this processor")
@@ -70,9 +70,10 @@ class JaxSubject:
                 if (array := getattr(inputs, name)) is not None
             }
             dout, dlse = (arrays.pop(name) for name in ("dout", "dlse"))
-            program = self.program(
-                causal=case.causal, scale=case.scale, dropout=case.dropout, tolerance=tolerance
-            )
+            options = {"causal": case.causal, "scale": case.scale, "dropout": case.dropout}
+            program = self.program(differentiated, tolerance=tolerance, **options)
+            if not differentiated:
+                return to_numpy(program(arrays, case.placement)), {}
             results, gradients = program(arrays, case.placement, dout, dlse)
             assert (results["out"].dtype, results["lse"].dtype) == (dtype, wide)
             assert {n: (g.dtype, g.shape) for n, g in gradients.items()} == {

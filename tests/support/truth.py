@@ -1,7 +1,7 @@
 """The definition once more, written out by hand in NumPy in a type wider than the one under test.
 
 float64 is the truth for the narrower types, long double for float64. It must agree with
-`linbias.attention` (test_reference.py); it adds what that leaves out: key ranges and dropout.
+`linbias.attention` (test_definition.py); it adds what that leaves out: key ranges and dropout.
 """
 
 import numpy as np

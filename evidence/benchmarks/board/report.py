@@ -34,7 +34,6 @@ NAMES = {
     "llama_cpp": "llama.cpp",
     "sentence_transformers": "Sentence Transformers with linbias",
     "fastembed": "fastembed",
-    "vllm": "vLLM",
 }
 MODELS = {
     "bloom-560m": "BLOOM-560m",
