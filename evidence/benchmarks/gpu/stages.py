@@ -223,20 +223,6 @@ def trained(ids: Tensor, options: argparse.Namespace) -> torch.nn.Module:
     return model.to(options.dtype).eval()
 
 
-def coarse(options: argparse.Namespace) -> None:
-    """Far blocks in shorter floats or not: what would put a device into `sizes.COARSE`."""
-    dtypes, T = [torch.float32], sorted(options.lengths)[len(options.lengths) // 2]
-    if options.dry_run or torch.cuda.get_device_capability() >= (8, 9):
-        dtypes.append(options.dtype)
-    for dtype, (H, D) in product(dtypes, options.shapes):
-        q, k, v = random(1, H, T, D, options).to(dtype)
-        if dtype != torch.float32:  # 8 bits take no larger scores
-            q /= 16
-        chosen = triton._sizes(q, v)
-        choices = {"triton": chosen, "triton, coarse": chosen._replace(coarse=True)}
-        compare_sizes(f"coarse-{T}", (q, k, v), choices, (FORWARD, BACKWARD), options)
-
-
 def tiles(options: argparse.Namespace) -> None:
     """Each kernel's tile exchanged for others; the first line is the choice of sizes.py."""
     T = sorted(options.lengths)[len(options.lengths) // 2]

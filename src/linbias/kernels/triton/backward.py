@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.kernels.triton.certificate import LN2, coarse_dtype
+from linbias.kernels.triton.certificate import LN2
 from linbias.kernels.triton.launch import (
     Call,
     arguments,
@@ -39,7 +39,6 @@ from linbias.kernels.triton.tile import (
     beyond,
     cut,
     distance_to,
-    dot,
     drop,
     far_score,
     from_anchor,
@@ -167,7 +166,7 @@ def dq_kernel(
     B, H, G, T, S, num_tiles, visited_tiles, scale, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr, COARSE: tl.constexpr,
+    FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Fill DQ [B, H, T, D], unless None DSLOPES [B, H, num_tiles, 2], parts of tiles, and DXQ [B,
     H, T].
@@ -204,7 +203,6 @@ def dq_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     total_right, share_right = total, total
     columns = tl.arange(0, KEYS)
-    no_product = tl.zeros((ROWS, KEYS), tl.float32)
     if PLACED:
         gap = 0
         X, XQ = head_of(X, x_strides, b, h), head_of(XQ, xq_strides, b, h)
@@ -217,13 +215,6 @@ def dq_kernel(
         query_start + forward_tile * FORWARD_ROWS, FORWARD_ROWS, first, end, FORWARD_KEYS
     )
     counts = VISITED + (head * visited_tiles + forward_tile) * 2
-    precise_low, precise_high = 0, S
-    if COARSE is not None:
-        precise_counts = VISITED + (head * visited_tiles + tl.cdiv(T, FORWARD_ROWS)) * 2
-        precise_low, precise_high = visited_keys(
-            precise_counts, None, forward_tile, True, query_start, first, end, FORWARD_ROWS,
-            FORWARD_KEYS
-        )  # fmt: skip
     row_first, row_end = read_row_ranges(
         QUERY_RANGE, query_range_strides, b, start + offsets, present, S
     )
@@ -248,8 +239,7 @@ def dq_kernel(
                 inside = (keys >= first) & (keys < end)
                 k = load_block(K, block, columns, inside, k_strides, D, PADDED_D, HAS_RANGE, PART)
                 v = load_block(V, block, columns, inside, v_strides, E, PADDED_E, HAS_RANGE, PART)
-                coarse = (block + KEYS <= precise_low) | (block >= precise_high)
-                product = dot(q, tl.trans(k), no_product, coarse, COARSE)
+                product = tl.dot(q, tl.trans(k), input_precision="ieee")
                 order = (position + offsets)[:, None] - keys[None, :]
                 away = order.to(tl.float32)
                 if PLACED:
@@ -283,12 +273,12 @@ def dq_kernel(
                     if (block < all_first) | (block + KEYS > all_end):
                         score = hide(score, keys[None, :], row_first[:, None], row_end[:, None])
                 weight = weigh(score, lead[:, None], pivot[:, None], log_sum[:, None], PRECISE)
-                dweight = dot(dout, tl.trans(v), no_product, coarse, COARSE)
+                dweight = tl.dot(dout, tl.trans(v), input_precision="ieee")
                 dscore, _ = score_gradient(
                     weight, dweight, delta[:, None], row_hashes[:, None],
                     key_hash(SEED, keys)[None, :], threshold, factor, DROPOUT,
                 )  # fmt: skip
-                dq = dot(dscore.to(k.dtype), k, dq, coarse, COARSE)
+                dq = tl.dot(dscore.to(k.dtype), k, dq, input_precision="ieee")
                 if SLOPES or PLACES:
                     total += tl.sum(dscore, 1)
                 if PLACES:
@@ -351,7 +341,7 @@ def dkv_kernel(
     B, H, G, T, S, num_blocks, num_tiles, visited_tiles, scale, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr, COARSE: tl.constexpr,
+    FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Fill DK and DV [parts, B, G, S, size], unless None DX [B, H, S]; grid (num_blocks * B * G,
     parts).
@@ -377,7 +367,6 @@ def dkv_kernel(
     k = load_rows(K, columns, inside, k_strides, D, PADDED_D)
     v = load_rows(V, columns, inside, v_strides, E, PADDED_E)
     key_hashes = key_hash(SEED, keys)[:, None]
-    no_product = tl.zeros((KEYS, ROWS), tl.float32)
     dk = tl.zeros((KEYS, PADDED_D), tl.float32)
     dv = tl.zeros((KEYS, PADDED_E), tl.float32)
     if RANGED:
@@ -422,13 +411,6 @@ def dkv_kernel(
                         FORWARD_ROWS, FORWARD_KEYS
                     )  # fmt: skip
                     visible = inside & (keys >= low) & (keys < high)
-                    coarse = False
-                    if COARSE is not None:
-                        low, high = visited_keys(
-                            counts + num_tiles * 2, None, start // FORWARD_ROWS, True, query_start,
-                            first, end, FORWARD_ROWS, FORWARD_KEYS
-                        )  # fmt: skip
-                        coarse = (s + KEYS <= low) | (s >= high)
                     present = start + offsets < T
                     rows = head * T + start + offsets
                     q_rows = head_of(Q, q_strides, b, h) + wide(start) * q_strides[2]
@@ -437,7 +419,7 @@ def dkv_kernel(
                     dout = load_rows(dout_rows, offsets, present, dout_strides, E, PADDED_E)
                     delta = tl.load(DELTA + rows, mask=present, other=0.0)
                     pivot, log_sum = load_pivot(PIVOT, LOG_SUM, rows, present, PRECISE)
-                    product = dot(k, tl.trans(q), no_product, coarse, COARSE)
+                    product = tl.dot(k, tl.trans(q), input_precision="ieee")
                     order = (position + offsets)[None, :] - keys[:, None]
                     if PLACED:
                         xq = load_places(xq_head, start + offsets, present, xq_strides)
@@ -477,14 +459,14 @@ def dkv_kernel(
                                 score, keys[:, None], row_first[None, :], row_end[None, :]
                             )
                     weight = weigh(score, lead[None, :], pivot[None, :], log_sum[None, :], PRECISE)
-                    dweight = dot(v, tl.trans(dout), no_product, coarse, COARSE)
+                    dweight = tl.dot(v, tl.trans(dout), input_precision="ieee")
                     row_hashes = row_hash(SEED, head, start + offsets)[None, :]
                     dscore, dropped = score_gradient(
                         weight, dweight, delta[None, :], row_hashes, key_hashes, threshold, factor,
                         DROPOUT
                     )  # fmt: skip
-                    dv = dot(dropped.to(dout.dtype), dout, dv, coarse, COARSE)
-                    dk = dot(dscore.to(q.dtype), q, dk, coarse, COARSE)
+                    dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee")
+                    dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision="ieee")
                     if PLACES:
                         dx += tl.sum(tl.where(order < 0, -right, left) * dscore, 1)
         if PLACES:
@@ -537,7 +519,7 @@ def backward(
         **arguments(call), **dropout_arguments(call), "B": B, "DOUT": dout,
         "dout_strides": dout.stride(), "DELTA": delta, "PIVOT": pivot, "LOG_SUM": log_sum,
         "VISITED": visited, "visited_tiles": visited.shape[2], "FORWARD_ROWS": sizes.forward.rows,
-        "FORWARD_KEYS": sizes.forward.keys, "COARSE": coarse_dtype(call),
+        "FORWARD_KEYS": sizes.forward.keys,
     }  # fmt: skip
     num_tiles = triton.cdiv(T, sizes.dq.rows)
     parts = None if dleft is None else delta.new_empty(B, H, num_tiles, 2)

@@ -8,7 +8,7 @@ scans what blocks weigh outwards, and a tile searches for a tail that is small e
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,7 +20,6 @@ from linbias.kernels.triton.sizes import FUSION, padded
 from linbias.kernels.triton.tile import (
     INF,
     LEFT,
-    LOG2E,
     RIGHT,
     beyond,
     clamp,
@@ -356,27 +355,6 @@ def bounds(call: Call, keys: int) -> Bounds:
 def slack_of(D: int) -> float:
     """Relative rounding of norms, of dot products over D terms, and of the scores in the sums."""
     return (D + 8) * 2.0**-23
-
-
-def coarse_dtype(call: Call) -> tl.dtype | None:
-    """In which floats far blocks are multiplied where they hold little of a row; None: in none."""
-    *_, D, E = call.lengths
-    if not call.sizes.coarse or call.seed is not None or call.tolerance < 2.0**-24:
-        return None
-    if call.q.dtype == torch.float32:
-        return tl.bfloat16
-    return tl.float8e4nv if padded(min(D, E)) >= 32 else None  # as a tensor core takes them
-
-
-def coarse_arguments(call: Call) -> dict[str, Any]:
-    """What forward takes for it: how much of a row's sum such blocks may hold together, so that
-    their rounding costs what rounding may cost anyway, and up to which |scale| |q| |k|.
-    """
-    kind, narrow = coarse_dtype(call), torch.finfo(call.q.dtype)
-    share = 2.0**-14 if narrow.bits == 32 else narrow.eps
-    log = log_share(max(share, call.tolerance), call.right is not None)
-    limit = LOG2E.value * (2.0**5 if kind == tl.bfloat16 else 2.0)
-    return {"COARSE": kind, "coarse_share": log, "coarse_limit": limit}
 
 
 def log_share(tolerance: float, two_sides: bool) -> float:

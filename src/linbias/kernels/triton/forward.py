@@ -11,7 +11,6 @@ from torch import Tensor
 from linbias.kernels.triton.certificate import (
     Bounds,
     bounds,
-    coarse_arguments,
     log_count,
     log_share,
     norm,
@@ -38,7 +37,6 @@ from linbias.kernels.triton.tile import (
     between,
     cut,
     distance_to,
-    dot,
     far_score,
     from_anchor,
     gap_bias,
@@ -73,16 +71,14 @@ def forward_kernel(
     REACH, TAILS, OUT, ROW_MAX, LOG_SUM, VISITED,
     q_strides, k_strides, v_strides, left_strides, right_strides, range_strides, start_strides,
     query_range_strides, x_strides, xq_strides, B, H, G, T, S, num_tiles, visited_tiles,
-    num_blocks, scale, log_share, slack, coarse_share, coarse_limit, threshold, factor,
+    num_blocks, scale, log_share, slack, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, COARSE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fill OUT, ROW_MAX and LOG_SUM [B, H, T] in bits, and VISITED [B, H, visited_tiles, 2]; 1-D
     grid.
 
     CENTER and REACH: of `certificate.Bounds`; None: all keys are visited. TAILS: of positions.
-    With COARSE, further blocks follow those that `coarse_share` asks for, which VISITED counts
-    behind all tiles.
     """
     HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
     HAS_RANGE: tl.constexpr = KEY_RANGE is not None
@@ -111,7 +107,6 @@ def forward_kernel(
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     no_lead = tl.zeros((ROWS,), tl.float32)
-    no_product = tl.zeros((ROWS, KEYS), tl.float32)
     columns = tl.arange(0, KEYS)
 
     if PLACED:
@@ -155,7 +150,6 @@ def forward_kernel(
 
     base = row_sum
     q_norm = row_sum
-    small = False
     if CERTIFY:
         entries = tl.arange(0, PADDED_D)
         center = tl.load(CENTER + (wide(b) * G + g) * D + entries, mask=entries < D, other=0.0)
@@ -165,8 +159,6 @@ def forward_kernel(
         q_norm = norm(wide_q, D) * tl.abs(scale) * (1 + slack)
         largest = tl.sqrt(tl.sum(center * center, 0)) + tl.load(right_reach)
         base = tl.sum(wide_q * center[None, :], 1) * scale + slack * q_norm * largest
-        if COARSE is not None:
-            small = tl.min((q_norm * largest <= coarse_limit).to(tl.int32), 0) > 0
 
     for SIDE in tl.static_range(2):
         if SIDE == LEFT or HAS_RIGHT:
@@ -176,13 +168,9 @@ def forward_kernel(
                 slope, sight, most = right, right_sight, tl.cdiv(end, KEYS) - high // KEYS
             most = tl.where(sight > 0, tl.maximum(most, 0), 0)
             row_term = row_bias(offsets, slope, ROWS, SIDE)
-            visited, precise = 0, 0
-            for turn in tl.range(0, (2 if COARSE is None else 3) if CERTIFY else 1):
+            visited = 0
+            for turn in tl.range(0, 2 if CERTIFY else 1):
                 count = most
-                coarse, share = False, log_share
-                if COARSE is not None:
-                    coarse = small & (turn == 2)
-                    share = tl.where(small & (turn == 1), coarse_share, log_share)
                 if CERTIFY:
                     if SIDE == LEFT:
                         nearest = low - visited * KEYS - 1
@@ -202,12 +190,12 @@ def forward_kernel(
                         count = visited + placed_trip_count(
                             bound, slope, row_max, row_sum, asking, xq, X, x_strides[2], S,
                             TAILS + (SIDE * wide(B) * H + head) * num_blocks, nearest,
-                            most - visited, share, slack, turn == 0, KEYS, SIDE,
+                            most - visited, log_share, slack, turn == 0, KEYS, SIDE,
                         )  # fmt: skip
                     else:
                         count = visited + trip_count(
                             bound + log_count(slope, unseen), slope, row_max, row_sum, asking,
-                            distance, most - visited, share, slack, KEYS,
+                            distance, most - visited, log_share, slack, KEYS,
                         )  # fmt: skip
                         count = tl.where(turn == 0, tl.minimum(count, preview(slope, KEYS)), count)
                 for n in tl.range(visited, count, num_stages=STAGES):
@@ -217,7 +205,7 @@ def forward_kernel(
                     k = load_block(
                         K, far, columns, inside, k_strides, D, PADDED_D, HAS_RANGE, SIDE
                     )
-                    product = dot(q, tl.trans(k), no_product, coarse, COARSE)
+                    product = tl.dot(q, tl.trans(k), input_precision="ieee")
                     if PLACED:
                         x = load_places(X, keys, inside, x_strides)
                         anchor = tl.load(
@@ -241,19 +229,14 @@ def forward_kernel(
                     )
                     acc, row_max, row_sum = add_block(
                         score, lead, v, acc, row_max, row_sum, row_hashes, key_hash(SEED, keys),
-                        threshold, factor, DROPOUT, coarse, COARSE
+                        threshold, factor, DROPOUT
                     )  # fmt: skip
                 visited = count
-                if COARSE is not None:
-                    precise = tl.where(coarse, precise, count)
             if RANGED:
                 # Counts begin at the near blocks, whether these hold keys that are seen or not.
                 skipped = near_low - low if SIDE == LEFT else high - near_high
                 visited = tl.where(visited > 0, visited + skipped // KEYS, 0)
-                precise += skipped // KEYS
-            counts = VISITED + (head * visited_tiles + tile) * 2 + SIDE
-            tl.store(counts, visited)
-            tl.store(counts + num_tiles * 2, visited if COARSE is None else precise)
+            tl.store(VISITED + (head * visited_tiles + tile) * 2 + SIDE, visited)
 
     empty = row_sum == 0
     rows = head * T + start
@@ -270,7 +253,7 @@ def forward(call: Call, out: Tensor, row_max: Tensor, log_sum: Tensor, visited: 
     """Fill out [B, H, T, E], row_max and log_sum [B, H, T] in bits, and visited [B, H, tiles, 2].
 
     It counts the blocks that each of T / FEWEST_ROWS tiles visits to the left and right of its
-    own, and behind these up to the outermost that is not in shorter floats.
+    own.
     """
     B, H, _, T, S, D, _ = call.lengths
     if B * H * T == 0:
@@ -285,5 +268,5 @@ def forward(call: Call, out: Tensor, row_max: Tensor, log_sum: Tensor, visited: 
         ROW_MAX=row_max, LOG_SUM=log_sum, VISITED=visited, B=B, num_tiles=num_tiles,
         visited_tiles=visited.shape[2], num_blocks=triton.cdiv(S, tile.keys),
         log_share=log_share(call.tolerance, call.right is not None), slack=slack_of(D),
-        **coarse_arguments(call), **tile.options(),
+        **tile.options(),
     )  # fmt: skip

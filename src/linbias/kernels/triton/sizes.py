@@ -10,9 +10,6 @@ from typing import NamedTuple
 
 LARGEST_HEAD = 256
 FEWEST_ROWS = 16  # of a forward tile
-# (dtype, compute capability) where a device has shown `coarse` right and faster: none yet. 16-bit
-# inputs need 8-bit floats, which devices have from (8, 9) on.
-COARSE: frozenset[tuple[str, tuple[int, int]]] = frozenset()
 # Said outright, because Triton's default is about to change.
 FUSION = {"enable_fp_fusion": True}
 
@@ -38,14 +35,13 @@ class Tile(NamedTuple):
 
 class Sizes(NamedTuple):
     """The tiles of one call; those of dq and dkv are cut from forward's: rows and (dq) keys divide
-    forward's. `coarse`: far blocks are multiplied in shorter floats (`certificate.coarse_dtype`).
+    forward's.
     """
 
     forward: Tile
     dq: Tile
     dkv: Tile
     decode: Tile
-    coarse: bool = False
 
 
 # By the largest head size that they serve.

@@ -271,35 +271,9 @@ def distance_to(block, position, ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: t
 
 
 @triton.jit
-def shorten(x, AXIS: tl.constexpr, COARSE: tl.constexpr):
-    """x in COARSE, and the unit of that: 8-bit floats count in 256ths of their row's largest."""
-    if COARSE == tl.bfloat16:
-        return x.to(COARSE), 1.0
-    else:
-        x = x.to(tl.float32)
-        unit = tl.maximum(tl.max(tl.abs(x), AXIS, keep_dims=True), 2.0**-100) * 2.0**-8
-        return (x / unit).to(COARSE), unit
-
-
-@triton.jit
-def dot(a, b, acc, coarse, COARSE: tl.constexpr):
-    """acc + a b, by products of COARSE numbers where `coarse`."""
-    if COARSE is None:
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    else:
-        if coarse:
-            short_a, unit_a = shorten(a, 1, COARSE)
-            short_b, unit_b = shorten(b, 0, COARSE)
-            acc += tl.dot(short_a, short_b) * (unit_a * unit_b)
-        else:
-            acc = tl.dot(a, b, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
 def add_block(
     score, lead, v, acc, row_max, row_sum, row_hashes, key_hashes, threshold, factor,
-    DROPOUT: tl.constexpr, coarse=False, COARSE: tl.constexpr = None,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax, in bits, with `lead` [rows] taken off the scores."""
     new_max = tl.maximum(row_max, tl.max(score, 1) - lead)
@@ -311,7 +285,7 @@ def add_block(
     acc = acc * shrink[:, None]
     if DROPOUT:
         weight = drop(weight, row_hashes[:, None], key_hashes[None, :], threshold, factor)
-    acc = dot(weight.to(v.dtype), v, acc, coarse, COARSE)
+    acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
     return acc, new_max, row_sum
 
 
