@@ -94,7 +94,7 @@ class Arrays:
     """The memory that a kernel's arguments span, from their first element to their last."""
 
     def take(self, arguments) -> None:
-        spans = [span(x) for x in arguments if isinstance(x, torch.Tensor) and x.numel()]
+        spans = [span(x) for x in tensors(arguments) if x.numel()]
         self.first, self.end = np.array(spans, np.uint64).reshape(-1, 2).T
 
     def check(self, pointers, mask) -> None:
@@ -104,6 +104,15 @@ class Arrays:
             raise IndexError(
                 f"{stray.size} of {touched.size} addresses lie outside every argument"
             )
+
+
+def tensors(arguments: tuple) -> Iterator[torch.Tensor]:
+    """Those among the arguments, and in records of them."""
+    for x in arguments:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, tuple):
+            yield from tensors(x)
 
 
 def span(x: torch.Tensor) -> tuple[int, int]:

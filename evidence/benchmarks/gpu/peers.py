@@ -96,9 +96,14 @@ def flex(q: Tensor, k: Tensor, v: Tensor, score: Score | None = None, **options:
 
 
 def flex_like(
-    q: Tensor, k: Tensor, score: Score | None, *, window: Tensor | None = None,
-    causal: bool = True, backend: str | None = None,
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    score: Score | None,
+    *,
+    window: Tensor | None = None,
+    causal: bool = True,
+    backend: str | None = None,
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """FlexAttention for arrays of these sizes: a BlockMask hides the future and far keys."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -27,11 +27,6 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
 
-    def options(self) -> dict[str, int]:
-        """The keywords of a launch."""
-        sizes = {"ROWS": self.rows, "KEYS": self.keys, "STAGES": self.num_stages}
-        return {**sizes, "num_warps": self.num_warps, **FUSION}
-
 
 class Sizes(NamedTuple):
     """The tiles of one call; those of dq and dkv are cut from forward's: rows and (dq) keys divide
