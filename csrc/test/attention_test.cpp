@@ -62,8 +62,7 @@ void run(const Case& c, const Inputs& x, const Truth& truth) {
   const std::string name = describe(c, Type<In>::name);
 
   Arrays<In> a(c, x);
-  forward(a.call, a.results);
-  backward(a.call, a.gradients);
+  a.run();
   compare_forward(name, a, truth, step, of_two);
   compare("dq", name, a.dq, truth.dq, of_gradients);
   compare("dk", name, a.dk, truth.dk, of_gradients);
@@ -74,8 +73,7 @@ void run(const Case& c, const Inputs& x, const Truth& truth) {
   Arrays<In> again(c, x);
   again.call.num_threads = c.threads % 3 + 1;
   again.call.team = team_of_two;
-  forward(again.call, again.results);
-  backward(again.call, again.gradients);
+  again.run();
   const bool same = again.out == a.out && again.row_max == a.row_max && again.log_sum == a.log_sum &&
                     again.visited == a.visited && again.dq == a.dq && again.dk == a.dk && again.dv == a.dv &&
                     again.dleft == a.dleft && again.dright == a.dright && again.dx == a.dx && again.dxq == a.dxq;
@@ -84,8 +82,7 @@ void run(const Case& c, const Inputs& x, const Truth& truth) {
   Arrays<In> lean(c, x);  // nobody asks how slopes and positions matter: other blocks may take fewer terms
   lean.gradients.dleft = lean.gradients.dright = nullptr;
   lean.gradients.dpositions = lean.gradients.dquery_positions = nullptr;
-  forward(lean.call, lean.results);
-  backward(lean.call, lean.gradients);
+  lean.run();
   compare("dq alone", name, lean.dq, truth.dq, of_gradients);
   compare("dk alone", name, lean.dk, truth.dk, of_gradients);
   compare("dv alone", name, lean.dv, truth.dv, of_gradients);
@@ -481,8 +478,7 @@ void test_small_scales() {
     on_every_target([&] {
       Arrays<In> a(c, x);
       a.call.scale *= 0x1p-128;
-      forward(a.call, a.results);
-      backward(a.call, a.gradients);
+      a.run();
       const std::string name = describe(c, Type<In>::name) + " small scale";
       compare_forward(name, a, truth, kStep<In>, kStep<In>);
       for (auto& gradient : a.dq) gradient *= static_cast<typename Arrays<In>::W>(0x1p84);
@@ -503,8 +499,7 @@ void test_slope_gradients_of_large_values() {
   const Truth truth = define(c, x);
   on_every_target([&] {
     Arrays<float> a(c, x);
-    forward(a.call, a.results);
-    backward(a.call, a.gradients);
+    a.run();
     const std::string name = describe(c, "float32") + " large values";
     compare("dleft", name, a.dleft, truth.dleft, 1e-4);
     compare("dright", name, a.dright, truth.dright, 1e-4);
@@ -543,8 +538,7 @@ void test_what_keys_share_leaves_no_gradient() {
     on_every_target([&] {
       Arrays<In> a(c, x);
       a.call.tolerance = 0.02;
-      forward(a.call, a.results);
-      backward(a.call, a.gradients);
+      a.run();
       double of_queries = 0, of_positions = 0;
       for (std::size_t i = 0; i < a.dq.size(); ++i) {
         const std::size_t row = i / c.D, g = row / c.T / (c.H / c.G);
@@ -614,8 +608,7 @@ void test_products_keep_every_digit() {
     on_every_target([&] {
       Arrays<float> a(c, x);
       a.call.scale = 1;
-      forward(a.call, a.results);
-      backward(a.call, a.gradients);
+      a.run();
       const std::string name = describe(c, "float32") + (in_queries ? " digits in q" : " digits in k");
       check(a.dv == a.dout, name, "dv is dout");
       std::fill(a.dout.begin(), a.dout.end(), 0);  // the gradient of a score is now that of lse
@@ -653,8 +646,7 @@ void test_weights_keep_every_digit() {
   const Truth truth = define(c, x);
   on_every_target([&] {
     Arrays<float> a(c, x);
-    forward(a.call, a.results);
-    backward(a.call, a.gradients);
+    a.run();
     compare("out", describe(c, "float32") + " values of 1", a.out, truth.out, 6e-7);
     compare("dv", describe(c, "float32") + " values of 1", a.dv, truth.dv, 6e-7);
   });
@@ -704,8 +696,7 @@ void test_nan_shows() {
       if (place % 5 == 2) a.v[60 * c.E + 1] = nan;
       if (place % 5 == 3) a.dout[30 * c.E + 1] = W(kNan);
       if (place % 5 == 4) a.dlse[30] = W(kNan);
-      forward(a.call, a.results);
-      backward(a.call, a.gradients);
+      a.run();
       check(std::isnan(a.dleft[0]) && std::isfinite(a.dleft[1]), name, "dleft");
       check(c.causal ? a.dright[0] == 0 : std::isnan(a.dright[0]), name, "dright");
       check(std::isfinite(a.dright[1]), name, "dright of the other head");
@@ -726,10 +717,7 @@ void test_gradients_may_be_missing() {
   on_every_target([&] {
     Arrays<In> a(c, x), b(c, x);
     b.gradients.dlse = b.gradients.dleft = b.gradients.dright = nullptr;
-    for (Arrays<In>* arrays : {&a, &b}) {
-      forward(arrays->call, arrays->results);
-      backward(arrays->call, arrays->gradients);
-    }
+    a.run(), b.run();
     check(a.dq == b.dq && a.dk == b.dk && a.dv == b.dv, describe(c, Type<In>::name), "without dlse and dslopes");
   });
 }
@@ -752,10 +740,7 @@ void test_rows_may_lie_apart() {
         array->batch = heads * array->head;
         array->data = rows->data();
       }
-      for (Arrays<In>* arrays : {&a, &b}) {
-        forward(arrays->call, arrays->results);
-        backward(arrays->call, arrays->gradients);
-      }
+      a.run(), b.run();
       const std::string name = describe(c, Type<In>::name);
       check(a.out == b.out && a.dq == b.dq && a.dk == b.dk && a.dv == b.dv, name, "rows apart");
       for (Arrays<In>* arrays : {&a, &b}) {

@@ -157,10 +157,12 @@ inline Range range_of_query(const Inputs& x, std::int64_t row, Range head, std::
           std::min(head.end, std::clamp<std::int64_t>(given[1], 0, S))};
 }
 
-inline Truth define(const Case& c, const Inputs& x) {
-  Truth t{std::vector<double>(x.dout.size()), std::vector<double>(x.dlse.size()), std::vector<double>(x.q.size()),
-          std::vector<double>(x.k.size()),    std::vector<double>(x.v.size()),    std::vector<double>(x.left.size()),
-          std::vector<double>(x.left.size()), std::vector<double>(x.x.size()),    std::vector<double>(x.xq.size())};
+// distance(row, s) is how far key s lies from a row of queries, [B * H * T].
+template <typename Distance>
+Truth define(const Case& c, const Inputs& x, const Distance& distance) {
+  const auto zeros = [](const std::vector<double>& like) { return std::vector<double>(like.size()); };
+  Truth t{zeros(x.dout), zeros(x.dlse), zeros(x.q), zeros(x.k), zeros(x.v),
+          zeros(x.left), zeros(x.left), zeros(x.x), zeros(x.xq)};
   const double scale = 1 / std::sqrt(static_cast<double>(c.D));
   std::vector<double> weight(c.S), reach(c.S), pull(c.S), dweight(c.S), share(c.S);
   for (std::int64_t b = 0; b < c.B; ++b) {
@@ -173,8 +175,8 @@ inline Truth define(const Case& c, const Inputs& x) {
         for (std::int64_t s = first; s < end; ++s) {
           double product = 0;
           for (std::int64_t d = 0; d < c.D; ++d) product += x.q[row * c.D + d] * x.k[(key_row + s) * c.D + d];
-          const bool positioned = !x.x.empty(), back = position >= s;  // sides go by order
-          reach[s] = positioned ? std::abs(x.xq[row] - x.x[bh * c.S + s]) : std::abs(static_cast<double>(position - s));
+          const bool back = position >= s;  // sides go by order
+          reach[s] = distance(row, s);
           double slope = back ? x.left[bh] : c.causal ? kInf : x.right[bh];
           if (position == s && std::isinf(slope)) slope = 0;  // its own key is never hidden
           pull[s] = std::isinf(slope) ? 0 : back ? slope : -slope;
@@ -215,6 +217,13 @@ inline Truth define(const Case& c, const Inputs& x) {
     }
   }
   return t;
+}
+
+inline Truth define(const Case& c, const Inputs& x) {
+  return define(c, x, [&](std::int64_t row, std::int64_t s) {
+    if (!x.x.empty()) return std::abs(x.xq[row] - x.x[row / c.T * c.S + s]);
+    return std::abs(double(start_of(c, x, row / c.T / c.H) + row % c.T - s));
+  });
 }
 
 // Where keys and queries stand; keys that are hidden stand nowhere.
@@ -358,6 +367,11 @@ struct Arrays {
     call.positions = {this->x.data(), c.H * c.S, c.S};
     call.query_positions = {xq.data(), c.H * c.T, c.T};
     gradients.dpositions = dx.data(), gradients.dquery_positions = dxq.data();
+  }
+
+  void run() {
+    forward(call, results);
+    backward(call, gradients);
   }
 };
 

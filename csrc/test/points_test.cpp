@@ -55,45 +55,12 @@ struct Places {
   }
 };
 
-// Forward and backward by the definition, in double.
-Truth define(const PointCase& c, const Inputs& x, const Places& places) {
-  const std::int64_t B = c.sizes.B, H = c.sizes.H, G = c.sizes.G, N = c.sizes.T, D = c.sizes.D, E = c.sizes.E;
-  const auto zeros = [](const std::vector<double>& like) { return std::vector<double>(like.size()); };
-  Truth t{zeros(x.dout), zeros(x.dlse), zeros(x.q), zeros(x.k), zeros(x.v), zeros(x.left), {}, {}, {}};
-  const double scale = 1 / std::sqrt(static_cast<double>(D));
-  std::vector<double> weight(N), dweight(N), distance(N);
-  for (std::int64_t row = 0; row < B * H * N; ++row) {
-    const std::int64_t bh = row / N, b = bh / H, i = row % N, key_row = (b * G + bh % H / (H / G)) * N;
-    double high = -kInf, sum = 0, center = -x.dlse[row];
-    for (std::int64_t s = 0; s < N; ++s) {
-      double product = 0;
-      for (std::int64_t d = 0; d < D; ++d) product += x.q[row * D + d] * x.k[(key_row + s) * D + d];
-      distance[s] = places.distance(c, b, i, s);
-      weight[s] = product * scale - x.left[bh] * distance[s];
-      high = std::max(high, weight[s]);
-    }
-    for (double& w : weight) sum += w = std::exp(w - high);
-    t.lse[row] = high + std::log(sum);
-    for (std::int64_t s = 0; s < N; ++s) {
-      weight[s] /= sum;
-      dweight[s] = 0;
-      for (std::int64_t e = 0; e < E; ++e) {
-        const double value = x.v[(key_row + s) * E + e], given = x.dout[row * E + e];
-        t.out[row * E + e] += weight[s] * value;
-        t.dv[(key_row + s) * E + e] += weight[s] * given;
-        dweight[s] += given * value;
-      }
-      center += weight[s] * dweight[s];
-    }
-    for (std::int64_t s = 0; s < N; ++s) {
-      const double dscore = weight[s] * (dweight[s] - center);
-      for (std::int64_t d = 0; d < D; ++d) {
-        t.dq[row * D + d] += scale * dscore * x.k[(key_row + s) * D + d];
-        t.dk[(key_row + s) * D + d] += scale * dscore * x.q[row * D + d];
-      }
-      t.dleft[bh] -= dscore * distance[s];
-    }
-  }
+Truth define(const PointCase& c, Inputs x, const Places& places) {
+  const std::int64_t H = c.sizes.H, N = c.sizes.T;
+  x.right = x.left;
+  Truth t =
+      define(c.sizes, x, [&](std::int64_t row, std::int64_t s) { return places.distance(c, row / N / H, row % N, s); });
+  for (std::size_t i = 0; i < t.dleft.size(); ++i) t.dleft[i] += t.dright[i];
   return t;
 }
 

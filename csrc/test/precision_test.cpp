@@ -127,8 +127,7 @@ void test_blocks_of_one_term_share_what_they_may_hold() {
       }
       Arrays<float> a(kCase, x);
       a.gradients.dleft = a.gradients.dright = nullptr;
-      forward(a.call, a.results);
-      backward(a.call, a.gradients);
+      a.run();
       return a.dv;
     };
     const std::vector<float> of_value = dv_of_dout(kValue), of_one = dv_of_dout(1);
@@ -249,8 +248,7 @@ void test_coarse_blocks_that_are_left_out_hold_no_more_than_their_share() {
   Arrays<float> a(c, x);
   a.call.tolerance = 4 * kShare;
   a.gradients.dleft = a.gradients.dright = a.gradients.dpositions = a.gradients.dquery_positions = nullptr;
-  forward(a.call, a.results);
-  backward(a.call, a.gradients);
+  a.run();
   int left_out[2] = {}, taken = 0;
   const auto hold = [&](bool gradients, float found, double weight) {
     ++(found == 0 ? left_out[gradients] : taken);
@@ -284,8 +282,7 @@ void test_far_gradients_take_one_term_unless_slopes_or_positions_ask_for_theirs(
     a.call.tolerance = tolerance;
     if (!slopes) a.gradients.dleft = a.gradients.dright = nullptr;
     if (!positions) a.gradients.dpositions = a.gradients.dquery_positions = nullptr;
-    forward(a.call, a.results);
-    backward(a.call, a.gradients);
+    a.run();
     return Lost(a.dv, truth, 0x1p-4, 1.25).in_one_term();
   };
   check(in_one_term(x, 0x1p-24, false, false), target(), "far gradients take one term");

@@ -14,7 +14,6 @@ It needs PyTorch, Triton, NumPy, pytest and (training) Transformers. Stages, in 
     training    attention of a small model that is trained here
     gates       keys at positions: forget gates
     sanitizer   a few cases of the contract under compute-sanitizer
-    coarse      far blocks in shorter floats, which are off: their error and time, beside precise
     tiles       forward and backward with other tile sizes
 
 A stage that fails or hangs costs the others nothing: each is a process, with a time by which it
@@ -51,7 +50,7 @@ from gpu import stages, suite  # noqa: E402
 from gpu.page import page  # noqa: E402
 from gpu.timing import AGAIN, lines_so_far  # noqa: E402
 
-# What runs, and how many seconds it has: 485 in all but tiles.
+# What runs, and how many seconds it has: 440 in all but tiles.
 STAGES = {
     "contract": (suite.contract, 120),
     "speed": (stages.speed, 190),
@@ -59,7 +58,6 @@ STAGES = {
     "training": (stages.training, 25),
     "gates": (stages.gates, 35),
     "sanitizer": (suite.sanitizer, 35),
-    "coarse": (stages.coarse, 45),
     "tiles": (stages.tiles, 240),
 }
 WARM = "warm"  # beside the contract, as long as that runs; it may fail

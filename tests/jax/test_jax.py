@@ -49,10 +49,11 @@ cpu-range-per-head-dropout dense-T-above-S dense-slopes-per-batch dense-directio
 dense-range-per-head-dropout"""
 QUICK_NARROW = """dense-symmetric-bfloat16 blocked-gaps-asymmetric-bfloat16
 cpu-symmetric-float64 cpu-dropout-float16 cpu-filled-cache-bfloat16"""
+RANGED_NARROW = ("window-per-batch", "long-chunks")
 NARROW = [
     ("dense", "symmetric", "bfloat16"),
     ("blocked", "range-per-head-symmetric", "float64"),
-    ("blocked", "gaps-asymmetric", "bfloat16"),
+    *(("blocked", name, "bfloat16") for name in ("gaps-asymmetric", *RANGED_NARROW)),
     *(
         ("cpu", name, dtype)
         for name in ("symmetric", "dropout", "filled-cache")
@@ -71,8 +72,17 @@ def test_contract_in_other_dtypes(implementation, name, dtype):
     check_case(JaxSubject(implementation), by_name(name), dtype)
 
 
-def test_dropped_mass_is_at_most_the_tolerance():
-    check_certificate_holds(JaxSubject("blocked"), by_name("far-key-aligned-symmetric"), 1e-2)
+@pytest.mark.parametrize(
+    "name",
+    rows(
+        "far-key-aligned-symmetric long-window-both-sides",
+        ("far-key-aligned-symmetric",),
+        ("long-window-both-sides",),
+        ("long-scattered",),
+    ),
+)
+def test_dropped_mass_is_at_most_the_tolerance(name):
+    check_certificate_holds(JaxSubject("blocked"), by_name(name), 1e-2)
 
 
 @pytest.mark.parametrize(("q_size", "k_size"), rows("1e-22-1000.0", *VANISHING))
@@ -268,6 +278,8 @@ MESSAGES = [
     (dict(q=[[1.0]]), TypeError, "q must be a jax.Array or numpy.ndarray, got list"),
     (dict(key_range=[[0, 1]]), TypeError, "key_range must be a jax.Array or numpy.ndarray"),
     (dict(query_start=[0, 0]), TypeError, "query_start must be a jax.Array or numpy.ndarray"),
+    (dict(query_range=[[0, 1]]), TypeError, "query_range must be a jax.Array or numpy.ndarray"),
+    (dict(positions=[0.0] * 7), TypeError, "positions must be a jax.Array or numpy.ndarray"),
     (dict(mask=[[True]]), TypeError, "mask must be a jax.Array or numpy.ndarray, got list"),
     (dict(k=jnp.ones((2, 7, 2, 8), jnp.bfloat16)), TypeError, "k is bfloat16 but q is float32"),
     (dict(v=np.ones((2, 7, 2, 3))), TypeError,
@@ -277,6 +289,10 @@ MESSAGES = [
     (dict(slopes=jnp.array([1.0, 1, 1, jnp.nan])), ValueError, "slopes must be .*, got nan"),
     (dict(key_range=jnp.array([[0, 7], [5, 8]])), ValueError, r"got \[5, 8\] in batch row 1"),
     (dict(query_start=np.array([0, 2**30 + 1])), ValueError, "got 1073741825 in batch row 1"),
+    (dict(query_range=jnp.zeros((5, 2), int).at[4].set(np.array([2, 10]))), ValueError,
+     r"query_range must be 0 <= first <= end <= S = 7, got \[2, 10\] in query 4"),
+    (dict(positions=jnp.array([[0.0, 1, 3, 2, 4, 5, 6]])), ValueError,
+     "positions must not fall, got 2.0"),
     (dict(attn_mask=None), TypeError, "there is no argument attn_mask; say mask, or key_range"),
     (dict(dropout=0.5), ValueError, r"dropout needs a dropout_key, got None \(dropout 0.5\)"),
     (dict(implementation="fast"), ValueError,

@@ -9,7 +9,7 @@ import pytest
 
 import linbias
 from cases import RANGED_CASES, short
-from contract import check_case, check_certificate_holds, rows
+from contract import check_case, rows
 from jax_subject import IMPLEMENTATIONS, SIZES, JaxSubject, assert_close, random, steps
 from linbias.jax import attention, attention_weights
 
@@ -26,19 +26,6 @@ dense-chunks-multi-query cpu-scattered cpu-window-per-batch cpu-window-dropout""
 @pytest.mark.parametrize(("implementation", "case"), rows(QUICK, *CONTRACT))
 def test_contract(implementation, case):
     check_case(JaxSubject(implementation), case, "float64" if case.places else "float32")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ("window-per-batch", "long-chunks"))
-def test_contract_in_bfloat16(name):
-    check_case(JaxSubject("blocked"), BY_NAME[name], "bfloat16")
-
-
-@pytest.mark.parametrize(
-    "name", rows("long-window-both-sides", ("long-window-both-sides",), ("long-scattered",))
-)
-def test_dropped_mass_is_at_most_the_tolerance(name):
-    check_certificate_holds(JaxSubject("blocked"), BY_NAME[name], 1e-2)
 
 
 def weighed(q, k, v, left, implementation, **options):
@@ -171,56 +158,6 @@ def test_traced_ranges_give_what_known_ones_give(implementation):
         )
         assert_close(traced(query_range=asked[i], query_start=starts[i]), expected)
         assert_close(jax.tree.map(lambda x, i=i: x[i], together), expected)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("implementation", ("dense", "blocked"))
-def test_lengths_may_be_symbols_in_an_exported_program(implementation):
-    def attend(q, k, v, query_range):
-        options = {"causal": False, "query_range": query_range, "window": (200, 7)}
-        return attention(q, k, v, **options, implementation=implementation)
-
-    run = jax.jit(jax.value_and_grad(lambda *x: (attend(*x) ** 2).sum(), argnums=(0, 1, 2)))
-    B, T, S = jax.export.symbolic_shape("B, T, S")
-    shapes = (B, T, 2, 8), (B, S, 1, 8), (B, S, 1, 5)
-    exported = jax.export.export(run)(
-        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
-        jax.ShapeDtypeStruct((B, T, 2), jnp.int32),
-    )
-    for B, T, S in ((1, 5, 5), (2, 300, 700), (2, 300, 20)):
-        rng = np.random.default_rng(0)
-        shapes = (B, T, 2, 8), (B, S, 1, 8), (B, S, 1, 5)
-        given = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
-        ranges = np.sort(rng.integers(0, S + 1, (B, T, 2)), -1).astype(np.int32)
-        assert_close(exported.call(*given, ranges), run(*given, ranges))
-
-
-def ranged(*shape, dtype=jnp.int32):
-    return jnp.zeros((*shape, 2), dtype)
-
-
-MESSAGES = [
-    (dict(window=3), TypeError, r"window must be \(left, right\), two integers: .*; got 3"),
-    (dict(window=(1, 2.0)), TypeError, r"window must be .*; got \(1, 2.0\)"),
-    (dict(window=(1, -2)), ValueError, r"window must be at least -1 on each side, got \(1, -2\)"),
-    (dict(window_size=(1, 0)), TypeError, "there is no argument window_size; say window"),
-    (dict(query_range=[[0, 1]]), TypeError,
-     "query_range must be a jax.Array or numpy.ndarray, got list"),
-    (dict(query_range=ranged(9, dtype=jnp.float32)), TypeError,
-     "query_range must hold integers, got float32"),
-    (dict(query_range=ranged(3, 9)), ValueError,
-     r"query_range must have shape \[T, 2\] = \[9, 2\] or \[B, T, 2\] = \[2, 9, 2\], got \[3, 9"),
-    (dict(query_range=ranged(9).at[4].set(np.array([2, 10]))), ValueError,
-     r"query_range must be 0 <= first <= end <= S = 9, got \[2, 10\] in query 4"),
-    (dict(query_range=ranged(2, 9).at[1, 8].set(np.array([3, 2]))), ValueError,
-     r"query_range must .*, got \[3, 2\] in batch row 1, query 8"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("options", "kind", "words"), MESSAGES)
-def test_what_is_wrong_is_said(options, kind, words):
-    with pytest.raises(kind, match=f"^attention: {words}"):
-        attention(*random(*SIZES), **options)
 
 
 def test_a_window_has_to_be_known_when_the_program_is_traced():

@@ -257,25 +257,32 @@ def test_explicit_mesh_axes_and_a_shard_that_does_not_know_its_slopes():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("implementation", ("blocked", "dense"))
-def test_lengths_may_be_symbols_in_an_exported_program(implementation):
-    def loss(q, k, v, key_range):
-        options = {"causal": False, "key_range": key_range, "implementation": implementation}
-        out, lse = attention(q, k, v, **options, return_lse=True)
+@pytest.mark.parametrize(
+    ("implementation", "limited"),
+    [*product(("blocked", "dense"), ("key_range", "query_range"))],
+)
+def test_lengths_may_be_symbols_in_an_exported_program(implementation, limited):
+    options = {"causal": False, "implementation": implementation, "return_lse": True}
+    if limited == "query_range":
+        options["window"] = 200, 7
+
+    def loss(q, k, v, ranges):
+        out, lse = attention(q, k, v, **options, **{limited: ranges})
         return (out**2).sum() + jnp.where(lse == -jnp.inf, 0, lse).sum(), out
 
+    def shapes(B, T, S):
+        ranges = (B, 2) if limited == "key_range" else (B, T, 2)
+        return (B, T, 2, 8), (B, S, 1, 8), (B, S, 1, 5), ranges
+
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
-    B, T, S = jax.export.symbolic_shape("B, T, S")
-    shapes = (B, T, 2, 8), (B, S, 1, 8), (B, S, 1, 5)
-    exported = jax.export.export(run)(
-        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
-        jax.ShapeDtypeStruct((B, 2), jnp.int32),
-    )
+    symbols = shapes(*jax.export.symbolic_shape("B, T, S"))
+    dtypes = (*[jnp.float32] * 3, jnp.int32)
+    described = [jax.ShapeDtypeStruct(*both) for both in zip(symbols, dtypes, strict=True)]
+    exported = jax.export.export(run)(*described)
     for B, T, S in ((1, 5, 5), (2, 300, 700), (2, 300, 20)):
-        random = np.random.default_rng(0)
-        shapes = (B, T, 2, 8), (B, S, 1, 8), (B, S, 1, 5)
-        given = [random.normal(size=shape).astype(np.float32) for shape in shapes]
-        ranges = np.array([[0, S], [3, S - 2]][:B], np.int32)
+        rng, (*arrays, ranges) = np.random.default_rng(0), shapes(B, T, S)
+        given = [rng.normal(size=shape).astype(np.float32) for shape in arrays]
+        ranges = np.sort(rng.integers(0, S + 1, ranges), -1).astype(np.int32)
         assert_close(exported.call(*given, ranges), run(*given, ranges))
 
 

@@ -1,8 +1,8 @@
-"""What Triton's interpreter lacks: bfloat16 and 8-bit floats as the hardware rounds and multiplies
-them, and an error where a kernel strays.
+"""What Triton's interpreter lacks: bfloat16 as the hardware rounds and multiplies it, and an error
+where a kernel strays.
 
 The interpreter stores bfloat16 as uint16, multiplies these as integers, and cuts off where a GPU
-rounds to nearest; 8-bit floats likewise. And it reads and writes through bare pointers: outside an
+rounds to nearest. And it reads and writes through bare pointers: outside an
 array it finds what happens to lie there. `repaired` mends both, and spares the interpreter's
 search through all of `triton.language` at every call of a function inside a kernel.
 """
@@ -16,11 +16,6 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
-
-SHORT = {
-    tl.bfloat16: (torch.bfloat16, torch.uint16),
-    tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
-}
 
 
 @contextmanager
@@ -70,18 +65,15 @@ def repaired() -> Iterator[None]:
         return interpreter.TensorHandle(product + added.data, tl.float32)
 
     def cast_impl(self, source, to):
-        if source.dtype.scalar in SHORT:
+        if source.dtype.scalar == tl.bfloat16:
             data = torch.from_numpy(np.ascontiguousarray(source.data))
-            wide = data.view(SHORT[source.dtype.scalar][0]).float().numpy()
+            wide = data.view(torch.bfloat16).float().numpy()
             source = interpreter.TensorHandle(wide, tl.float32)
-        if to.scalar in SHORT:
-            short, bits = SHORT[to.scalar]
+        if to.scalar == tl.bfloat16:
             wide = torch.from_numpy(np.ascontiguousarray(source.data, np.float32))
-            return interpreter.TensorHandle(wide.to(short).view(bits).numpy(), to.scalar)
+            short = wide.bfloat16().view(torch.uint16).numpy()
+            return interpreter.TensorHandle(short, tl.bfloat16)
         return cast(self, source, to)
-
-    def convert(self, source, to, _):
-        return cast_impl(self, source, to)
 
     with (
         mock.patch.object(interpreter, "_interpreter", guarded),
@@ -93,7 +85,6 @@ def repaired() -> Iterator[None]:
             cast_impl=cast_impl,
             create_fp_ext=cast_impl,
             create_fp_trunc=cast_impl,
-            create_fp_to_fp=convert,
         ),
     ):
         yield
@@ -103,7 +94,7 @@ class Arrays:
     """The memory that a kernel's arguments span, from their first element to their last."""
 
     def take(self, arguments) -> None:
-        spans = [span(x) for x in arguments if isinstance(x, torch.Tensor) and x.numel()]
+        spans = [span(x) for x in tensors(arguments) if x.numel()]
         self.first, self.end = np.array(spans, np.uint64).reshape(-1, 2).T
 
     def check(self, pointers, mask) -> None:
@@ -113,6 +104,15 @@ class Arrays:
             raise IndexError(
                 f"{stray.size} of {touched.size} addresses lie outside every argument"
             )
+
+
+def tensors(arguments: tuple) -> Iterator[torch.Tensor]:
+    """Those among the arguments, and in records of them."""
+    for x in arguments:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, tuple):
+            yield from tensors(x)
 
 
 def span(x: torch.Tensor) -> tuple[int, int]:

@@ -33,8 +33,7 @@ FEATURES = {
     "ranges": {"full": False, "ranged": True},
     "all features": {"full": True, "ranged": True},
     "positions, too": {"full": True, "ranged": True, "placed": True},
-    "8 bits afar": {"full": False, "coarse": True},
-    "16 bits afar": {"full": False, "coarse": True, "dtype": torch.float32},
+    "float32": {"full": False, "dtype": torch.float32},
 }
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
 
@@ -118,10 +117,9 @@ def launch_everything(
     G: int = 2,
     placed: bool = False,
     ranged: bool = False,
-    coarse: bool = False,
 ) -> None:
     """Forward, backward and decode, with every feature or none; placed: at positions; ranged: with
-    a range of keys for each query; coarse: with far blocks in shorter floats.
+    a range of keys for each query.
     """
     B, T, S = 1, 1024, 4096
     q, k, v, dout = (
@@ -146,7 +144,7 @@ def launch_everything(
         scale=0.1,
         dropout=0.1 if full else 0.0,
         tolerance=2.0**-24,
-        sizes=sizes.choose(D, D, dtype.itemsize, shared)._replace(coarse=coarse),
+        sizes=sizes.choose(D, D, dtype.itemsize, shared),
     )
     forward(call, **results, visited=visited)
     gradients = {f"d{name}": torch.empty_like(x) for name, x in (("q", q), ("k", k), ("v", v))}

@@ -200,41 +200,19 @@ def trained(ids: Tensor, options: argparse.Namespace) -> torch.nn.Module:
     return model.to(options.dtype).eval()
 
 
-def coarse(options: argparse.Namespace) -> None:
-    """Far blocks in shorter floats or not: what would put a device into `sizes.COARSE`."""
-    dtypes, T = [torch.float32], sorted(options.lengths)[len(options.lengths) // 2]
-    if options.dry_run or torch.cuda.get_device_capability() >= (8, 9):
-        dtypes.append(options.dtype)
-    for dtype, (H, D) in product(dtypes, options.shapes):
-        q, k, v = random(1, H, T, D, options).to(dtype)
-        if dtype != torch.float32:  # 8 bits take no larger scores
-            q /= 16
-        chosen = triton._sizes(q, v)
-        choices = {"triton": chosen, "triton, coarse": chosen._replace(coarse=True)}
-        compare_sizes(f"coarse-{T}", (q, k, v), choices, (FORWARD, BACKWARD), options)
-
-
 def tiles(options: argparse.Namespace) -> None:
     """Each kernel's tile exchanged for others; the first line is the choice of sizes.py."""
     T = sorted(options.lengths)[len(options.lengths) // 2]
     for H, D in options.shapes:
         q, k, v = random(1, H, T, D, options)
-        chosen = triton._sizes(q, v)
+        slopes, chosen = slopes_of(H, options), triton._sizes(q, v)
         for kernel, others in tile_choices(chosen, options).items():
-            choices = {f"tile {tuple(x)}": chosen._replace(**{kernel: x}) for x in others}
+            tried = {f"tile {tuple(x)}": chosen._replace(**{kernel: x}) for x in others}
+            choices = {"triton, as chosen": chosen, **tried}
             modes = (FORWARD if kernel == "forward" else BACKWARD,)
-            choices = {"triton, as chosen": chosen, **choices}
-            compare_sizes(f"tiles-{kernel}-{T}", (q, k, v), choices, modes, options)
-
-
-def compare_sizes(
-    name: str, arrays: Any, choices: dict[str, Sizes], modes: Any, options: argparse.Namespace
-) -> None:
-    """The kernels with each choice of sizes, in forward and backward."""
-    slopes = slopes_of(arrays[0].shape[1], options)
-    case = Case(name, *arrays, by_definition(slopes), modes=modes)
-    makers: Makers = dict.fromkeys(choices, lambda: ours(*case.leaves, slopes))
-    measure(case, makers, options, lambda name: forced(choices[name]))
+            case = Case(f"tiles-{kernel}-{T}", q, k, v, by_definition(slopes), modes=modes)
+            makers: Makers = dict.fromkeys(choices, partial(ours, *case.leaves, slopes))
+            measure(case, makers, options, lambda name, choices=choices: forced(choices[name]))
 
 
 def tile_choices(chosen: Sizes, options: argparse.Namespace) -> dict[str, list[Tile]]:

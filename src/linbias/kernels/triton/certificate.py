@@ -8,19 +8,18 @@ scans what blocks weigh outwards, and a tile searches for a tail that is small e
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.kernels.triton.launch import Call, slope_arguments, strides
-from linbias.kernels.triton.sizes import FUSION, padded
+from linbias.kernels.triton.launch import Call, arguments, options
+from linbias.kernels.triton.sizes import FUSION, Tile
 from linbias.kernels.triton.tile import (
     INF,
     LEFT,
-    LOG2E,
     RIGHT,
     beyond,
     clamp,
@@ -30,19 +29,21 @@ from linbias.kernels.triton.tile import (
     read_range,
     read_slopes,
     wide,
+    zeros,
 )
 
-SAMPLE = 64
-BLOCKS_PER_PROGRAM = 4
 CHUNK = 1024
 
+SAMPLE: tl.constexpr = tl.constexpr(64)
+BLOCKS: tl.constexpr = tl.constexpr(4)  # that a program measures
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # Covers the device's approximate log2 and the rounding of sums (docs/math.md, section 4), in bits.
 MARGIN: tl.constexpr = tl.constexpr(2.0**-6)
 # Keys whose bias is below so many bits carry most of a row's weight.
 PREVIEW_BITS: tl.constexpr = tl.constexpr(3.0)
-# Blocks whose tails are looked at together.
+# Blocks whose tails are looked at together, for one row and for several.
 SEARCHED: tl.constexpr = tl.constexpr(128)
+FEW_SEARCHED: tl.constexpr = tl.constexpr(32)
 # More than what a square loses that underflows.
 UNDERFLOW: tl.constexpr = tl.constexpr(2.0**-120)
 
@@ -53,50 +54,49 @@ def norm(rows, D: tl.constexpr):
     return tl.sqrt(tl.sum(rows * rows, 1) + D * UNDERFLOW)
 
 
-class Bounds(NamedTuple):
-    """What the certificate knows of the keys; both None where nothing may be left out."""
+class Certificate(NamedTuple):
+    """What forward asks of the keys that a tile has not visited yet."""
 
-    center: Tensor | None  # [B, G, D], float32
+    center: Tensor  # [B, G, D], float32
     # [2, B, G, blocks], float32: the largest |k - c| from a block outwards, to the left and to the
     # right
-    reach: Tensor | None
+    reach: Tensor
+    tails: Tensor | None  # see `tails`; None where keys stand at their indices
+    num_blocks: int
+    log_share: float
+    slack: float
 
 
 @triton.jit
-def measure_kernel(
-    K, V, KEY_RANGE, CENTER, RADIUS, k_strides, v_strides, range_strides, G, S, num_blocks,
-    num_groups, slack, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr,
-    PADDED_E: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr, SAMPLE: tl.constexpr,
-):  # fmt: skip
-    """Fill CENTER [B, G, D] and RADIUS [B, G, blocks]; grid B * G * num_groups, a group of BLOCKS
-    blocks each.
-    """
+def measure_kernel(call, CENTER, RADIUS, slack, SHAPE: tl.constexpr):
+    """Fill CENTER [B, G, D] and RADIUS [B, G, blocks]; grid B * G * groups of BLOCKS blocks."""
+    KEYS: tl.constexpr = SHAPE.keys
+    num_blocks = tl.cdiv(call.S, KEYS)
+    num_groups = tl.cdiv(num_blocks, BLOCKS)
     head, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
-    b, g = head // G, head % G
-    first, end = read_range(KEY_RANGE, range_strides, b, g, S)
-    K, V = head_of(K, k_strides, b, g), head_of(V, v_strides, b, g)
+    b, g = head // call.G, head % call.G
+    first, end = read_range(call, b, g)
     num_keys = end - first
     sample = first + tl.arange(0, SAMPLE).to(tl.int64) * num_keys // SAMPLE
     some = tl.arange(0, SAMPLE) * 0 < num_keys
-    center = load_rows(K, sample, some, k_strides, D, PADDED_D).to(tl.float32)
-    center = tl.sum(center, 0) * (1.0 / SAMPLE)
-    entries = tl.arange(0, PADDED_D)
+    K = head_of(call.k, b, g, 0)
+    center = load_rows(K, sample, some, call.k.strides, SHAPE.D, SHAPE.padded_D, True)
+    center = tl.sum(center.to(tl.float32), 0) * (1.0 / SAMPLE)
+    entries = tl.arange(0, SHAPE.padded_D)
     if group == 0:
-        tl.store(CENTER + wide(head) * D + entries, center, mask=entries < D)
+        tl.store(CENTER + wide(head) * SHAPE.D + entries, center, mask=entries < SHAPE.D)
     for i in range(BLOCKS):
         block = group * BLOCKS + i
         offsets = tl.arange(0, KEYS)
         keys = block * KEYS + offsets
         inside = (keys >= first) & (keys < end)
-        start = wide(block) * KEYS
-        k = load_rows(K + start * k_strides[2], offsets, inside, k_strides, D, PADDED_D).to(
-            tl.float32
-        )
-        v = load_rows(V + start * v_strides[2], offsets, inside, v_strides, E, PADDED_E).to(
-            tl.float32
-        )
-        difference = k - center[None, :]
-        square = tl.sum(difference * difference, 1) + tl.sum(v * 0.0, 1) + D * UNDERFLOW
+        K = head_of(call.k, b, g, wide(block) * KEYS)
+        V = head_of(call.v, b, g, wide(block) * KEYS)
+        k = load_rows(K, offsets, inside, call.k.strides, SHAPE.D, SHAPE.padded_D, True)
+        v = load_rows(V, offsets, inside, call.v.strides, SHAPE.E, SHAPE.padded_E, True)
+        difference = k.to(tl.float32) - center[None, :]
+        square = tl.sum(difference * difference, 1) + tl.sum(v.to(tl.float32) * 0.0, 1)
+        square += SHAPE.D * UNDERFLOW
         square = tl.where(inside, tl.where(square < INF, square, INF), 0.0)
         radius = tl.sqrt(tl.max(square, 0)) * (1 + slack)
         tl.store(RADIUS + wide(head) * num_blocks + block, radius, mask=block < num_blocks)
@@ -144,14 +144,11 @@ def excess_of(bound, row_max, row_sum, log_share):
 
 
 @triton.jit
-def trip_count(
-    bound, slope, row_max, row_sum, present, distance, most, log_share, slack, KEYS: tl.constexpr
-):
+def trip_count(excess, slope, present, distance, most, slack, KEYS: tl.constexpr):
     """How many more blocks a side must visit, 0 .. most; NaN and a slope of 0 ask for all.
 
-    bound: [rows], log2 of a tail at distance 0; distance: [rows], of the nearest unvisited key.
+    excess: [rows], of a tail at distance 0; distance: [rows], of the nearest unvisited key.
     """
-    excess = excess_of(bound, row_max, row_sum, log_share)
     needed = excess / (tl.where(slope > 0, slope, 1.0) * (1 - slack)) - distance.to(tl.float32)
     blocks = tl.ceil(needed / KEYS)
     limit = most.to(tl.float32)
@@ -177,16 +174,14 @@ def most_needed(excess, slope, xq, x, present, slack, SIDE: tl.constexpr):
 
 
 @triton.jit
-def search(
-    needed, slope, X, stride, TAILS, nearest, most, slack,
-    KEYS: tl.constexpr, WIDTH: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
+def search(needed, slope, X, stride, TAILS, nearest, most, KEYS: tl.constexpr, SIDE: tl.constexpr):
     """How many of the blocks from key `nearest` outwards come before the first that may be left
     out.
 
     needed, slope, X [rows]: of a tail from `nearest`, in bits; X points to positions. Tails fall
-    outwards; WIDTH are looked at together. Without TAILS a tail counts its keys.
+    outwards; several are looked at together. Without TAILS a tail counts its keys.
     """
+    WIDTH: tl.constexpr = FEW_SEARCHED if TAILS is None else SEARCHED
     count = 0
     going = most > 0
     reference = tl.load(X + tl.where(going, wide(nearest), 0) * stride)
@@ -195,7 +190,7 @@ def search(
         inside = blocks < most
         key = nearest - blocks * KEYS if SIDE == LEFT else nearest + blocks * KEYS
         x = tl.load(X[:, None] + (wide(key) * stride)[None, :], mask=inside[None, :], other=0.0)
-        tail = needed[:, None] - slope[:, None] * (1 - slack) * beyond(x, reference[:, None], SIDE)
+        tail = needed[:, None] - slope[:, None] * beyond(x, reference[:, None], SIDE)
         if TAILS is not None:
             tail += tl.load(TAILS + key // KEYS, mask=inside, other=0.0)[None, :]
         asked = inside & (tl.max((~(tail <= 0)).to(tl.int32), 0) > 0)
@@ -207,22 +202,32 @@ def search(
 
 @triton.jit
 def placed_trip_count(
-    bound, slope, row_max, row_sum, present, xq, X, stride, S, TAILS, nearest, most, log_share,
-    slack, first_time, KEYS: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
-    """`trip_count` where keys have positions, at first for most of the weight alone."""
-    here = tl.minimum(tl.maximum(nearest, 0), S - 1)
-    excess = excess_of(bound, row_max, row_sum, log_share)
+    call,
+    tile,
+    certificate,
+    excess,
+    slope,
+    present,
+    nearest,
+    most,
+    turn,
+    KEYS: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """`trip_count` where keys have positions, in turn 0 for most of the weight alone."""
+    slack = certificate.slack
+    TAILS = certificate.tails
+    TAILS += (SIDE * wide(call.B) * call.H + tile.head) * certificate.num_blocks
+    X, stride = head_of(call.x, tile.b, tile.h, 0), call.x.strides[2]
+    here = tl.minimum(tl.maximum(nearest, 0), call.S - 1)
     x = tl.load(X + wide(here) * stride)
-    needed = tl.max(most_needed(excess, slope, xq, x, present, slack, SIDE), 0)
+    needed = tl.max(most_needed(excess, slope, tile.xq, x, present, slack, SIDE), 0)
     # A constant before an array would be one for the interpreter of Triton 3.7.
     near = tl.minimum(needed, -tl.load(TAILS + here // KEYS) + PREVIEW_BITS)
-    needed = tl.where(first_time, near, needed)
-    one, none = tl.arange(0, 1), tl.zeros((1,), tl.float32)
-    asked = search(
-        needed + none, slope + none, X + one, stride, TAILS, nearest, most, slack, KEYS, SEARCHED,
-        SIDE
-    )  # fmt: skip
+    needed = tl.where(turn == 0, near, needed)
+    one, none = tl.arange(0, 1), zeros(1)
+    steep = slope * (1 - slack) + none
+    asked = search(needed + none, steep, X + one, stride, TAILS, nearest, most, KEYS, SIDE)
     return tl.where(slope > 0, asked, most)
 
 
@@ -243,30 +248,28 @@ def further_block(sum, step, next_sum, next_step):
 
 
 @triton.jit
-def blocks_kernel(
-    X, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, SUMS, x_strides, left_strides, right_strides,
-    range_strides, H, G, S, num_blocks, num_groups, KEYS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+def blocks_kernel(call, SUMS, KEYS: tl.constexpr):
     """Fill SUMS [2, B, H, blocks]: log2 of what a block weighs, seen from its key nearest to the
     rows.
 
-    Grid B * H * num_groups, a group of BLOCKS blocks each.
+    Grid B * H * groups of BLOCKS blocks.
     """
+    num_blocks = tl.cdiv(call.S, KEYS)
+    num_groups = tl.cdiv(num_blocks, BLOCKS)
     head, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
     num_heads = tl.num_programs(0) // num_groups
-    b, h = head // H, head % H
-    first, end = read_range(KEY_RANGE, range_strides, b, h // (H // G), S)
-    left, _, right, _ = read_slopes(LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h)
-    X = head_of(X, x_strides, b, h)
+    b, h = head // call.H, head % call.H
+    first, end = read_range(call, b, h // (call.H // call.G))
+    slopes = read_slopes(call, b, h)
     for i in range(BLOCKS):
         block = group * BLOCKS + i
         keys = block * KEYS + tl.arange(0, KEYS)
         inside = (keys >= first) & (keys < end)
-        x = load_places(X, keys, inside, x_strides)
+        x = load_places(call.x, b, h, keys, inside)
         for SIDE in tl.static_range(2):
-            slope = left if SIDE == LEFT else right
+            slope = slopes.left if SIDE == LEFT else slopes.right
             edge = edge_of(block, first, end, KEYS, SIDE)
-            anchor = load_places(X, edge, (edge >= first) & (edge < end), x_strides)
+            anchor = load_places(call.x, b, h, edge, (edge >= first) & (edge < end))
             weight = tl.where(inside, tl.exp2(-slope * beyond(x, anchor, SIDE)), 0.0)
             to = (SIDE * num_heads + wide(head)) * num_blocks + block
             tl.store(SUMS + to, tl.log2(tl.sum(weight, 0)), mask=block < num_blocks)
@@ -280,19 +283,16 @@ def edge_of(block, first, end, KEYS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def tails_kernel(
-    X, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, SUMS, TAILS, x_strides, left_strides, right_strides,
-    range_strides, H, G, S, num_blocks, KEYS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def tails_kernel(call, SUMS, TAILS, KEYS: tl.constexpr, CHUNK: tl.constexpr):
     """TAILS [2, B, H, blocks]: log2 of what a block and all beyond weigh, likewise; grid (B * H,
     2).
     """
+    num_blocks = tl.cdiv(call.S, KEYS)
     head, side = tl.program_id(0), tl.program_id(1)
-    b, h = head // H, head % H
-    first, end = read_range(KEY_RANGE, range_strides, b, h // (H // G), S)
-    left, _, right, _ = read_slopes(LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h)
-    slope = tl.where(side == LEFT, left, right)
-    X = head_of(X, x_strides, b, h)
+    b, h = head // call.H, head % call.H
+    first, end = read_range(call, b, h // (call.H // call.G))
+    slopes = read_slopes(call, b, h)
+    slope = tl.where(side == LEFT, slopes.left, slopes.right)
     SUMS += (wide(side) * tl.num_programs(0) + head) * num_blocks
     TAILS += (wide(side) * tl.num_programs(0) + head) * num_blocks
     tail = float("-inf")
@@ -307,8 +307,8 @@ def tails_kernel(
         edge = tl.where(side == LEFT, left_edge, right_edge)
         edge_before = tl.where(side == LEFT, left_before, right_before)
         there = inside & (edge >= first)  # of a range without keys, none is
-        x = load_places(X, edge, there, x_strides)
-        before = load_places(X, edge_before, there, x_strides)
+        x = load_places(call.x, b, h, edge, there)
+        before = load_places(call.x, b, h, edge_before, there)
         step = slope * tl.abs(x - before).to(tl.float32)
         sums = tl.load(SUMS + block, mask=inside, other=float("-inf"))
         sums, step = tl.associative_scan((sums, step), 0, further_block)
@@ -317,66 +317,47 @@ def tails_kernel(
         tail = tl.max(tl.where(steps == start + CHUNK - 1, found, -INF), 0)
 
 
+def num_groups(num_blocks: int) -> int:
+    return triton.cdiv(num_blocks, BLOCKS.value)
+
+
 def tails(call: Call, keys: int) -> Tensor:
     """What all keys from a block of `keys` keys outwards weigh, in bits: [2, B, H, blocks]."""
-    B, H, G, _, S, *_ = call.lengths
+    B, H, _, _, S, *_ = call.lengths
     num_blocks = triton.cdiv(S, keys)
     sums = torch.empty(2, B, H, num_blocks, dtype=torch.float32, device=call.k.device)
     found = torch.empty_like(sums)
-    shared = {
-        "X": call.positions, "x_strides": strides(call.positions), **slope_arguments(call),
-        "KEY_RANGE": call.key_range, "range_strides": strides(call.key_range), "SUMS": sums,
-        "H": H, "G": G, "S": S, "num_blocks": num_blocks, "KEYS": keys, **FUSION,
-    }  # fmt: skip
-    num_groups = triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)
-    blocks_kernel[B * H * num_groups,](**shared, num_groups=num_groups, BLOCKS=BLOCKS_PER_PROGRAM)
+    given, options = arguments(call), {"KEYS": keys, **FUSION}
+    blocks_kernel[B * H * num_groups(num_blocks),](given, sums, **options)
     chunk = min(CHUNK, triton.next_power_of_2(num_blocks))
-    tails_kernel[B * H, 2](**shared, TAILS=found, CHUNK=chunk)
+    tails_kernel[B * H, 2](given, sums, found, CHUNK=chunk, **options)
     return found
 
 
-def bounds(call: Call, keys: int) -> Bounds:
-    """Measure all blocks of `keys` keys."""
-    B, _, G, _, S, D, E = call.lengths
-    num_blocks = triton.cdiv(S, keys)
+def certificate_of(call: Call, tile: Tile) -> Certificate:
+    """Measure all blocks of a tile's keys."""
+    B, _, G, _, S, D, _ = call.lengths
+    num_blocks, slack = triton.cdiv(S, tile.keys), slack_of(D)
     center = torch.empty(B, G, D, dtype=torch.float32, device=call.k.device)
     radius = torch.empty(B, G, num_blocks, dtype=torch.float32, device=call.k.device)
-    num_groups = triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)
-    measure_kernel[B * G * num_groups,](
-        call.k, call.v, call.key_range, center, radius, call.k.stride(), call.v.stride(),
-        strides(call.key_range), G, S, num_blocks, num_groups, slack_of(D), D=D, E=E,
-        PADDED_D=padded(D), PADDED_E=padded(E), KEYS=keys, BLOCKS=BLOCKS_PER_PROGRAM,
-        SAMPLE=SAMPLE, **FUSION,
-    )  # fmt: skip
+    measure_kernel[B * G * num_groups(num_blocks),](
+        arguments(call), center, radius, slack, **options(call, tile._replace(num_warps=4))
+    )
     reach = radius.new_empty(2, B, G, num_blocks)
     outwards_kernel[B * G, 2](radius, reach, num_blocks, CHUNK=CHUNK, **FUSION)
-    return Bounds(center, reach)
+    return Certificate(
+        center=center,
+        reach=reach,
+        tails=None if call.positions is None else tails(call, tile.keys),
+        num_blocks=num_blocks,
+        log_share=log_share(call.tolerance, call.right is not None),
+        slack=slack,
+    )
 
 
 def slack_of(D: int) -> float:
     """Relative rounding of norms, of dot products over D terms, and of the scores in the sums."""
     return (D + 8) * 2.0**-23
-
-
-def coarse_dtype(call: Call) -> tl.dtype | None:
-    """In which floats far blocks are multiplied where they hold little of a row; None: in none."""
-    *_, D, E = call.lengths
-    if not call.sizes.coarse or call.seed is not None or call.tolerance < 2.0**-24:
-        return None
-    if call.q.dtype == torch.float32:
-        return tl.bfloat16
-    return tl.float8e4nv if padded(min(D, E)) >= 32 else None  # as a tensor core takes them
-
-
-def coarse_arguments(call: Call) -> dict[str, Any]:
-    """What forward takes for it: how much of a row's sum such blocks may hold together, so that
-    their rounding costs what rounding may cost anyway, and up to which |scale| |q| |k|.
-    """
-    kind, narrow = coarse_dtype(call), torch.finfo(call.q.dtype)
-    share = 2.0**-14 if narrow.bits == 32 else narrow.eps
-    log = log_share(max(share, call.tolerance), call.right is not None)
-    limit = LOG2E.value * (2.0**5 if kind == tl.bfloat16 else 2.0)
-    return {"COARSE": kind, "coarse_share": log, "coarse_limit": limit}
 
 
 def log_share(tolerance: float, two_sides: bool) -> float:

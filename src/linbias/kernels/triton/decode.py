@@ -5,7 +5,7 @@ A program has one part of a key/value head, for all query rows that read it, as 
 are visited. `merge_kernel` adds the parts up in order (Flash-Decoding, Dao et al. 2023).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,23 +23,19 @@ from linbias.kernels.triton.certificate import (
     slack_of,
     trip_count,
 )
-from linbias.kernels.triton.launch import (
-    Call,
-    arguments,
-    position_arguments,
-    slope_arguments,
-)
+from linbias.kernels.triton.launch import Call, arguments, options
 from linbias.kernels.triton.row_ranges import hide, read_row_ranges, seen_by_any, sees_beyond
-from linbias.kernels.triton.sizes import FUSION, padded
+from linbias.kernels.triton.sizes import padded
 from linbias.kernels.triton.tile import (
     INF,
     LEFT,
-    NEAR,
     RIGHT,
+    Block,
+    Slopes,
     add_block,
     gap_bias,
     head_of,
-    load_block,
+    load_rows,
     near_keys,
     near_score,
     read_range,
@@ -49,6 +45,7 @@ from linbias.kernels.triton.tile import (
     take_off_bias,
     toward,
     wide,
+    zeros,
 )
 
 MOST_ROWS = {2: 64, 4: 16}  # by bytes of an element: in float32 more rows do not fit the registers
@@ -57,226 +54,267 @@ MOST_PARTS = 64
 
 # On a side, at most, beside those at the queries' own positions.
 NEAR_BLOCKS: tl.constexpr = tl.constexpr(4)
-SEARCHED: tl.constexpr = tl.constexpr(32)  # blocks at a time
+
+
+class Parts(NamedTuple):
+    """What parts of the cache give: [B * G, parts, rows, E] and [B * G, parts, rows]."""
+
+    out: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+
+
+class Queries(NamedTuple):
+    """All query rows that read a key/value head; each has its own head's slopes."""
+
+    b: Any
+    g: Any
+    offsets: Any  # [rows], from 0
+    present: Any  # [rows]
+    q: Any
+    start: Any  # where query 0 stands
+    position: Any  # [rows]
+    slopes: Any
+    row_first: Any  # [rows], see `read_row_ranges`
+    row_end: Any
+    first: Any  # the keys that any row sees
+    end: Any
+    X: Any  # [rows], pointers to the positions of keys, if they have any; else None
+    xq: Any
 
 
 @triton.jit
-def score_block(
-    q, K, X, xq, start, position, first, end, row_first, row_end, strides, x_stride, scale, left,
-    left_sight, right, right_sight, D: tl.constexpr, PADDED_D: tl.constexpr, KEYS: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr, RANGED: tl.constexpr,
-):  # fmt: skip
-    """The scores of all rows with the keys from `start`, and which of these there are."""
-    columns = tl.arange(0, KEYS)
+def rows_of(array, b, h, rows):
+    """Where rows of several heads lie; h and rows have one shape."""
+    strides = array.strides
+    heads = array.at + wide(b) * strides[0] + h.to(tl.int64) * strides[1]
+    return heads + rows.to(tl.int64) * strides[2]
+
+
+@triton.jit
+def read_queries(call, b, g, SHAPE: tl.constexpr):
+    group = call.H // call.G
+    offsets = tl.arange(0, SHAPE.rows)
+    present = offsets < group * call.T
+    # Absent rows have the last head's slopes.
+    h, t = g * group + tl.minimum(offsets // call.T, group - 1), offsets % call.T
+    entries = tl.arange(0, SHAPE.padded_D)
+    q = tl.load(
+        rows_of(call.q, b, h, t)[:, None] + entries[None, :] * call.q.strides[3],
+        mask=present[:, None] & (entries < SHAPE.D)[None, :],
+        other=0.0,
+    )
+    first, end = read_range(call, b, g)
+    start, _ = read_start(call, b, first, end)
+    row_first, row_end = read_row_ranges(call, b, t, present)
+    if call.query_range is not None:
+        first, end = seen_by_any(first, end, row_first, row_end)
+    X, xq = None, None
+    if call.x is not None:
+        X = rows_of(call.x, b, h, t * 0)
+        xq = tl.load(rows_of(call.xq, b, h, t), mask=present, other=0.0)
+    return Queries(
+        b=b,
+        g=g,
+        offsets=offsets,
+        present=present,
+        q=q,
+        start=start,
+        position=start + t,
+        slopes=read_slopes(call, b, h),
+        row_first=row_first,
+        row_end=row_end,
+        first=first,
+        end=end,
+        X=X,
+        xq=xq,
+    )
+
+
+@triton.jit
+def score_keys(call, queries, start, SHAPE: tl.constexpr):
+    """The block of keys from `start`, scored by all rows."""
+    HAS_RIGHT: tl.constexpr = call.right is not None
+    columns = tl.arange(0, SHAPE.keys)
     keys = start + columns
-    inside = (keys >= first) & (keys < end)
-    k = load_block(K, start, columns, inside, strides, D, PADDED_D, HAS_RANGE, NEAR)
-    order = position[:, None] - keys[None, :]
+    inside = (keys >= queries.first) & (keys < queries.end)
+    K = head_of(call.k, queries.b, queries.g, start)
+    k = load_rows(K, columns, inside, call.k.strides, SHAPE.D, SHAPE.padded_D, True)
+    product = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
+    order = queries.position[:, None] - keys[None, :]
     distance = order.to(tl.float32)
-    if X is not None:
-        at = X[:, None] + (wide(keys) * x_stride)[None, :]
+    if call.x is not None:
+        at = queries.X[:, None] + (wide(keys) * call.x.strides[2])[None, :]
         x = tl.load(at, mask=inside[None, :], other=0.0)
-        distance = toward(order, (xq[:, None] - x).to(tl.float32))
-    score = near_score(
-        tl.dot(q, tl.trans(k), input_precision="ieee"), order, distance, inside[None, :], scale,
-        left[:, None], left_sight[:, None], right[:, None], right_sight[:, None], HAS_RIGHT,
-    )  # fmt: skip
-    if RANGED:
-        score = hide(score, keys[None, :], row_first[:, None], row_end[:, None])
-    return score, inside
+        distance = toward(order, (queries.xq[:, None] - x).to(tl.float32))
+    slopes = Slopes(
+        left=queries.slopes.left[:, None],
+        left_sight=queries.slopes.left_sight[:, None],
+        right=queries.slopes.right[:, None],
+        right_sight=queries.slopes.right_sight[:, None],
+    )
+    score = near_score(product, order, distance, inside[None, :], call.scale, slopes, HAS_RIGHT)
+    if call.query_range is not None:
+        score = hide(score, keys[None, :], queries.row_first[:, None], queries.row_end[:, None])
+    return Block(keys, inside, k, order, distance, score, zeros(SHAPE.rows))
+
+
+class Side(NamedTuple):
+    """The blocks on one side of those at the queries' own positions."""
+
+    slope: Any  # [rows]
+    seen: Any  # [rows], which may look there
+    most: Any  # how many blocks there are for them
+    near: Any  # how many of these show what the others may hold
+
+
+@triton.jit
+def side_of(call, queries, slope, sight, most, CERTIFY: tl.constexpr, KEYS: tl.constexpr):
+    seen = queries.present & (sight > 0)
+    most = tl.max(tl.where(seen, tl.maximum(most, 0), 0), 0)
+    near = 0
+    if CERTIFY:
+        wanted = preview(slope, KEYS)
+        if call.x is not None:
+            wanted = queries.offsets * 0 + NEAR_BLOCKS
+        near = tl.max(tl.where(seen, wanted, 0), 0)
+        near = tl.minimum(near, tl.minimum(most, NEAR_BLOCKS))
+    return Side(slope, seen, most, near)
 
 
 @triton.jit
 def blocks_to_visit(
-    bound, slope, row_max, row_sum, seen, X, xq, x_stride, nearest, distance, unseen, near, most,
-    log_share, slack, KEYS: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
-    """How many blocks of one side the rows must visit, of which they have scored the `near` first.
+    call,
+    queries,
+    side,
+    edge,
+    bound,
+    row_max,
+    row_sum,
+    log_share,
+    slack,
+    KEYS: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """How many blocks of a side the rows must visit; its nearest ones begin at key `edge`.
 
     To sum what keys at given positions weigh would read all of them, so that these are counted.
     """
-    if X is not None:
-        more = most > near
-        bound += tl.log2(tl.maximum(unseen, 1).to(tl.float32))
-        x = tl.load(X + tl.where(more, wide(nearest), 0) * x_stride, mask=seen, other=0.0)
-        needed = most_needed(
-            excess_of(bound, row_max, row_sum, log_share), slope, xq, x, seen, slack, SIDE
-        )
-        needed = tl.where(seen & ~(slope > 0), INF, needed)
-        asked = search(
-            needed, slope, X, x_stride, None, nearest, most - near, slack, KEYS, SEARCHED, SIDE
-        )
+    slope, more = side.slope, side.most - side.near
+    if SIDE == LEFT:
+        nearest = edge - side.near * KEYS - 1
+        distance, unseen = queries.position - nearest, nearest + 1 - queries.first
     else:
-        asked = trip_count(
-            bound + log_count(slope, unseen), slope, row_max, row_sum, seen, distance, most - near,
-            log_share, slack, KEYS
-        )  # fmt: skip
-    return near + asked
+        nearest = edge + side.near * KEYS
+        distance, unseen = nearest - queries.position, queries.end - nearest
+    seen = side.seen
+    if call.query_range is not None:
+        seen &= sees_beyond(queries.row_first, queries.row_end, nearest, SIDE)
+    if call.x is not None:
+        stride = call.x.strides[2]
+        bound += tl.log2(tl.maximum(unseen, 1).to(tl.float32))
+        excess = excess_of(bound, row_max, row_sum, log_share)
+        x = tl.load(
+            queries.X + tl.where(more > 0, wide(nearest), 0) * stride, mask=seen, other=0.0
+        )
+        needed = most_needed(excess, slope, queries.xq, x, seen, slack, SIDE)
+        needed = tl.where(seen & ~(slope > 0), INF, needed)
+        steep = slope * (1 - slack)
+        asked = search(needed, steep, queries.X, stride, None, nearest, more, KEYS, SIDE)
+    else:
+        bound += log_count(slope, unseen)
+        excess = excess_of(bound, row_max, row_sum, log_share)
+        asked = trip_count(excess, slope, seen, distance, more, slack, KEYS)
+    return side.near + asked
 
 
 @triton.jit
-def decode_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, QUERY_RANGE, X, XQ, BOUND,
-    PART_OUT, PART_MAX, PART_SUM, q_strides, k_strides, v_strides, left_strides, right_strides,
-    range_strides, start_strides, query_range_strides, x_strides, xq_strides, H, G, T, S, scale,
-    log_share, slack, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr,
-    PADDED_E: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Fill PART_OUT [B * G, parts, rows, E], unnormalised, PART_MAX and PART_SUM; grid (B * G,
-    parts).
+def decode_kernel(call, parts, BOUND, log_share, slack, SHAPE: tl.constexpr):
+    """Fill `parts`, out unnormalised; grid (B * G, parts).
 
     BOUND [B * G] is the largest |k|; without one all keys are visited. Scores lack the gap's bias.
     """
-    HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
-    HAS_RANGE: tl.constexpr = KEY_RANGE is not None
-    RANGED: tl.constexpr = QUERY_RANGE is not None
+    HAS_RIGHT: tl.constexpr = call.right is not None
     CERTIFY: tl.constexpr = BOUND is not None
-    PLACED: tl.constexpr = X is not None
-    b, g = tl.program_id(0) // G, tl.program_id(0) % G
+    KEYS: tl.constexpr = SHAPE.keys
     part, num_parts = tl.program_id(1), tl.num_programs(1)
-    group = H // G
-    first, end = read_range(KEY_RANGE, range_strides, b, g, S)
-    query_start, _ = read_start(QUERY_START, start_strides, b, first, end, T, S)
-    offsets = tl.arange(0, ROWS)
-    present = offsets < group * T
-    # Absent rows have the last head's slopes.
-    h, t = g * group + tl.minimum(offsets // T, group - 1), offsets % T
-    position = query_start + t
-    left, left_sight, right, right_sight = read_slopes(
-        LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h
-    )
-    K, V = head_of(K, k_strides, b, g), head_of(V, v_strides, b, g)
-    entries = tl.arange(0, PADDED_D)
-    rows = wide(b) * q_strides[0] + h.to(tl.int64) * q_strides[1] + t.to(tl.int64) * q_strides[2]
-    q = tl.load(
-        Q + rows[:, None] + entries[None, :] * q_strides[3],
-        mask=present[:, None] & (entries < D)[None, :],
-        other=0.0,
-    )
-    x_stride, xq = 1, position
-    if PLACED:
-        x_stride = x_strides[2]
-        X += wide(b) * x_strides[0] + h.to(tl.int64) * x_strides[1]
-        at = (
-            wide(b) * xq_strides[0]
-            + h.to(tl.int64) * xq_strides[1]
-            + t.to(tl.int64) * xq_strides[2]
-        )
-        xq = tl.load(XQ + at, mask=present, other=0.0)
+    queries = read_queries(call, tl.program_id(0) // call.G, tl.program_id(0) % call.G, SHAPE)
+    slopes, offsets = queries.slopes, queries.offsets
     columns = tl.arange(0, KEYS)
-    acc = tl.zeros((ROWS, PADDED_E), tl.float32)
-    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((ROWS,), tl.float32)
-    no_lead = tl.zeros((ROWS,), tl.float32)
+    acc, row_sum = zeros(SHAPE.rows, SHAPE.padded_E), zeros(SHAPE.rows)
+    row_max = row_sum - INF
 
-    row_first, row_end = read_row_ranges(QUERY_RANGE, query_range_strides, b, t, present, S)
-    if RANGED:
-        first, end = seen_by_any(first, end, row_first, row_end)
-    low, high = near_keys(query_start, T, first, end, KEYS)
-    # How many blocks lie to either side of these, for rows that may look there.
-    left_seen, right_seen = present & (left_sight > 0), present & (right_sight > 0)
-    most_left = tl.maximum(low // KEYS - first // KEYS, 0)
-    most_left = tl.max(tl.where(left_seen, most_left, 0), 0)
-    most_right = tl.maximum(tl.cdiv(end, KEYS) - high // KEYS, 0)
-    most_right = tl.max(tl.where(right_seen, most_right, 0), 0)
-    left_count, right_count = most_left, most_right
+    low, high = near_keys(queries.start, call.T, queries.first, queries.end, KEYS)
+    most = low // KEYS - queries.first // KEYS
+    left = side_of(call, queries, slopes.left, slopes.left_sight, most, CERTIFY, KEYS)
+    most = tl.cdiv(queries.end, KEYS) - high // KEYS
+    right = side_of(call, queries, slopes.right, slopes.right_sight, most, CERTIFY, KEYS)
+    left_count, right_count = left.most, right.most
     if CERTIFY:
-        wanted_left, wanted_right = preview(left, KEYS), preview(right, KEYS)
-        if PLACED:
-            wanted_left, wanted_right = offsets * 0 + NEAR_BLOCKS, offsets * 0 + NEAR_BLOCKS
-        near_left = tl.max(tl.where(left_seen, wanted_left, 0), 0)
-        near_left = tl.minimum(near_left, tl.minimum(most_left, NEAR_BLOCKS))
-        near_right = tl.max(tl.where(right_seen, wanted_right, 0), 0)
-        near_right = tl.minimum(near_right, tl.minimum(most_right, NEAR_BLOCKS))
-        for start in tl.range(
-            low - near_left * KEYS, high + near_right * KEYS, KEYS, num_stages=STAGES
-        ):
-            score, inside = score_block(
-                q, K, X, xq, start, position, first, end, row_first, row_end, k_strides, x_stride,
-                scale, left, left_sight, right, right_sight, D, PADDED_D, KEYS, HAS_RIGHT,
-                HAS_RANGE, RANGED,
-            )  # fmt: skip
+        begin, stop = low - left.near * KEYS, high + right.near * KEYS
+        for start in tl.range(begin, stop, KEYS, num_stages=SHAPE.stages):
+            score = score_keys(call, queries, start, SHAPE).score
             new_max = tl.maximum(row_max, tl.max(score, 1))
             pivot = tl.where(new_max == -INF, 0.0, new_max)
-            row_sum = row_sum * tl.exp2(row_max - pivot) + tl.sum(
-                tl.exp2(score - pivot[:, None]), 1
-            )
+            weights = tl.sum(tl.exp2(score - pivot[:, None]), 1)
+            row_sum = row_sum * tl.exp2(row_max - pivot) + weights
             row_max = new_max
-        q_norm = norm(q.to(tl.float32), D) * tl.abs(scale) * (1 + slack)
-        largest = q_norm * tl.load(BOUND + tl.program_id(0)) * (1 + 3 * slack)
-        nearest = low - near_left * KEYS - 1
-        if RANGED:
-            left_seen &= sees_beyond(row_first, row_end, nearest, LEFT)
+        q_norm = norm(queries.q.to(tl.float32), SHAPE.D) * tl.abs(call.scale) * (1 + slack)
+        bound = q_norm * tl.load(BOUND + tl.program_id(0)) * (1 + 3 * slack)
         left_count = blocks_to_visit(
-            largest, left, row_max, row_sum, left_seen, X, xq, x_stride, nearest,
-            position - nearest, nearest + 1 - first, near_left, most_left, log_share, slack, KEYS,
-            LEFT,
-        )  # fmt: skip
+            call, queries, left, low, bound, row_max, row_sum, log_share, slack, KEYS, LEFT
+        )
         if HAS_RIGHT:
-            nearest = high + near_right * KEYS
-            if RANGED:
-                right_seen &= sees_beyond(row_first, row_end, nearest, RIGHT)
             right_count = blocks_to_visit(
-                largest, right, row_max, row_sum, right_seen, X, xq, x_stride, nearest,
-                nearest - position, end - nearest, near_right, most_right, log_share, slack, KEYS,
-                RIGHT,
-            )  # fmt: skip
-        row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-        row_sum = tl.zeros((ROWS,), tl.float32)
+                call, queries, right, high, bound, row_max, row_sum, log_share, slack, KEYS, RIGHT
+            )
+        row_max, row_sum = zeros(SHAPE.rows) - INF, zeros(SHAPE.rows)
 
     low, high = low - left_count * KEYS, high + right_count * KEYS
     total = (high - low) // KEYS
     share = tl.cdiv(total, num_parts)
-    for n in tl.range(part * share, tl.minimum((part + 1) * share, total), num_stages=STAGES):
+    last = tl.minimum((part + 1) * share, total)
+    for n in tl.range(part * share, last, num_stages=SHAPE.stages):
         start = high - (n + 1) * KEYS
-        score, inside = score_block(
-            q, K, X, xq, start, position, first, end, row_first, row_end, k_strides, x_stride,
-            scale, left, left_sight, right, right_sight, D, PADDED_D, KEYS, HAS_RIGHT, HAS_RANGE,
-            RANGED,
-        )  # fmt: skip
-        v = load_block(V, start, columns, inside, v_strides, E, PADDED_E, HAS_RANGE, NEAR)
-        acc, row_max, row_sum = add_block(
-            score, no_lead, v, acc, row_max, row_sum, offsets, columns, 0, 1.0, False
-        )
-    rows = (wide(tl.program_id(0)) * num_parts + part) * group * T
-    store_rows(PART_OUT + rows * E, offsets, present, acc, E, PADDED_E)
-    tl.store(PART_MAX + rows + offsets, row_max, mask=present)
-    tl.store(PART_SUM + rows + offsets, row_sum, mask=present)
+        block = score_keys(call, queries, start, SHAPE)
+        V = head_of(call.v, queries.b, queries.g, start)
+        v = load_rows(V, columns, block.inside, call.v.strides, SHAPE.E, SHAPE.padded_E, True)
+        acc, row_max, row_sum = add_block(call, block, v, offsets, acc, row_max, row_sum)
+    rows = (wide(tl.program_id(0)) * num_parts + part) * (call.H // call.G) * call.T
+    PART_OUT = parts.out + rows * SHAPE.E
+    store_rows(PART_OUT, offsets, queries.present, acc, SHAPE.E, SHAPE.padded_E)
+    tl.store(parts.row_max + rows + offsets, row_max, mask=queries.present)
+    tl.store(parts.row_sum + rows + offsets, row_sum, mask=queries.present)
 
 
 @triton.jit
-def merge_kernel(
-    PART_OUT, PART_MAX, PART_SUM, OUT, ROW_MAX, LOG_SUM, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE,
-    QUERY_START, left_strides, right_strides, range_strides, start_strides, H, G, T, S, num_parts,
-    E: tl.constexpr, PADDED_E: tl.constexpr, PLACED: tl.constexpr,
-):  # fmt: skip
+def merge_kernel(call, parts, OUT, ROW_MAX, LOG_SUM, num_parts, SHAPE: tl.constexpr):
     """Add up the parts of one row; grid B * H * T. Rows lie in the order of OUT [B, H, T, E]."""
     row = wide(tl.program_id(0))
-    rows = H // G * T
-    entries = tl.arange(0, PADDED_E)
-    acc = tl.zeros((PADDED_E,), tl.float32)
+    rows = call.H // call.G * call.T
+    E: tl.constexpr = SHAPE.E
+    entries = tl.arange(0, SHAPE.padded_E)
+    acc = zeros(SHAPE.padded_E)
     row_max, row_sum = float("-inf"), 0.0
     for part in range(num_parts):
         at = (row // rows * num_parts + part) * rows + row % rows
-        part_max = tl.load(PART_MAX + at)
+        part_max = tl.load(parts.row_max + at)
         new_max = tl.maximum(row_max, part_max)
         pivot = tl.where(new_max == -INF, 0.0, new_max)
         keep, add = tl.exp2(row_max - pivot), tl.exp2(part_max - pivot)
-        acc = acc * keep + add * tl.load(PART_OUT + at * E + entries, mask=entries < E, other=0.0)
-        row_sum = row_sum * keep + add * tl.load(PART_SUM + at)
+        out = tl.load(parts.out + at * E + entries, mask=entries < E, other=0.0)
+        acc = acc * keep + add * out
+        row_sum = row_sum * keep + add * tl.load(parts.row_sum + at)
         row_max = new_max
     empty = row_sum == 0
     out = acc / tl.where(empty, 1.0, row_sum)
     tl.store(OUT + row * E + entries, out.to(OUT.dtype.element_ty), mask=entries < E)
     log_sum = tl.where(empty, -INF, tl.log2(tl.where(empty, 1.0, row_sum)))
-    if QUERY_START is not None and not PLACED:
-        h, b = tl.program_id(0) // T % H, tl.program_id(0) // T // H
-        left, _, right, _ = read_slopes(
-            LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h
-        )
-        first, end = read_range(KEY_RANGE, range_strides, b, h // (H // G), S)
-        _, gap = read_start(QUERY_START, start_strides, b, first, end, T, S)
-        row_max, log_sum = take_off_bias(row_max, log_sum, gap_bias(gap, left, right))
+    if call.query_start is not None and call.x is None:
+        h, b = tl.program_id(0) // call.T % call.H, tl.program_id(0) // call.T // call.H
+        first, end = read_range(call, b, h // (call.H // call.G))
+        _, gap = read_start(call, b, first, end)
+        row_max, log_sum = take_off_bias(row_max, log_sum, gap_bias(gap, read_slopes(call, b, h)))
     tl.store(ROW_MAX + row, row_max)
     tl.store(LOG_SUM + row, log_sum)
 
@@ -297,18 +335,13 @@ def decode(call: Call, num_processors: int, out: Tensor, row_max: Tensor, log_su
     num_blocks = triton.cdiv(S, tile.keys)
     wanted = triton.cdiv(num_processors * PROGRAMS_PER_PROCESSOR, B * G)
     num_parts = max(1, min(wanted, MOST_PARTS, num_blocks // 2))
-    options: dict[str, Any] = {"dtype": torch.float32, "device": out.device}
-    part_out = torch.empty(B * G, num_parts, rows, E, **options)
-    part_max, part_sum = torch.empty(2, B * G, num_parts, rows, **options)
-    parts = {"PART_OUT": part_out, "PART_MAX": part_max, "PART_SUM": part_sum}
-    decode_kernel[B * G, num_parts](
-        **arguments(call), **parts,
-        BOUND=call.key_bound if call.tolerance > 0 and num_blocks > 2 else None,
-        log_share=log_share(call.tolerance, call.right is not None), slack=slack_of(D),
-        **tile._replace(rows=max(tile.rows, padded(rows))).options(),
-    )  # fmt: skip
+    like: dict[str, Any] = {"dtype": torch.float32, "device": out.device}
+    part_max, part_sum = torch.empty(2, B * G, num_parts, rows, **like)
+    parts = Parts(torch.empty(B * G, num_parts, rows, E, **like), part_max, part_sum)
+    bound = call.key_bound if call.tolerance > 0 and num_blocks > 2 else None
+    tile = tile._replace(rows=max(tile.rows, padded(rows)))
+    given, share = arguments(call), log_share(call.tolerance, call.right is not None)
+    decode_kernel[B * G, num_parts](given, parts, bound, share, slack_of(D), **options(call, tile))
     merge_kernel[B * H * T,](
-        **slope_arguments(call), **position_arguments(call), **parts, OUT=out, ROW_MAX=row_max,
-        LOG_SUM=log_sum, H=H, G=G, T=T, S=S, num_parts=num_parts, E=E, PADDED_E=padded(E),
-        PLACED=call.positions is not None, num_warps=1, **FUSION,
-    )  # fmt: skip
+        given, parts, out, row_max, log_sum, num_parts, **options(call, tile._replace(num_warps=1))
+    )

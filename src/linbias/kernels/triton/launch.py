@@ -1,13 +1,11 @@
-"""What the launching functions share: a call of attention, and what it means for a kernel's
-arguments.
-"""
+"""A call of attention, and as kernels take it: in records, whose absent arrays are None."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from linbias.kernels.triton.sizes import Sizes, padded
+from linbias.kernels.triton.sizes import FUSION, Sizes, Tile, padded
 from linbias.kernels.triton.tile import LOG2E
 
 
@@ -38,53 +36,88 @@ class Call(NamedTuple):
         return B, H, G, T, S, D, E
 
 
-def arguments(call: Call) -> dict[str, Any]:
-    """What every kernel takes that scores keys, by name. An array's strides are one tuple."""
-    _, H, G, T, S, D, E = call.lengths
-    return {
-        "Q": call.q, "K": call.k, "V": call.v,
-        "q_strides": call.q.stride(), "k_strides": call.k.stride(), "v_strides": call.v.stride(),
-        **slope_arguments(call), **position_arguments(call), **row_range_arguments(call),
-        "X": call.positions, "x_strides": strides(call.positions), "XQ": call.query_positions,
-        "xq_strides": strides(call.query_positions), "H": H, "G": G, "T": T, "S": S,
-        "scale": call.scale * LOG2E.value, "D": D, "E": E, "PADDED_D": padded(D),
-        "PADDED_E": padded(E),
-    }  # fmt: skip
+class Array(NamedTuple):
+    """An array for a kernel, in which `at` is a pointer."""
+
+    at: Tensor
+    strides: tuple[int, ...]
 
 
-def slope_arguments(call: Call) -> dict[str, Any]:
-    return {
-        "LEFT_SLOPES": call.left, "left_strides": slope_strides(call.left),
-        "RIGHT_SLOPES": call.right, "right_strides": slope_strides(call.right),
-    }  # fmt: skip
+class Dropout(NamedTuple):
+    """The seed [3], the threshold of the hash, and what remaining weights are multiplied by."""
+
+    seed: Tensor
+    threshold: int
+    factor: float
 
 
-def position_arguments(call: Call) -> dict[str, Any]:
-    return {
-        "KEY_RANGE": call.key_range, "range_strides": strides(call.key_range),
-        "QUERY_START": call.query_start, "start_strides": strides(call.query_start),
-    }  # fmt: skip
+class Arguments(NamedTuple):
+    """What every kernel takes: the arrays of a `Call`, slopes as [B, H], and scale in bits."""
+
+    q: Array
+    k: Array
+    v: Array
+    left: Array
+    right: Array | None
+    key_range: Array | None
+    query_start: Array | None
+    query_range: Array | None
+    x: Array | None
+    xq: Array | None
+    dropout: Dropout | None
+    B: int
+    H: int
+    G: int
+    T: int
+    S: int
+    scale: float
 
 
-def row_range_arguments(call: Call) -> dict[str, Any]:
-    return {"QUERY_RANGE": call.query_range, "query_range_strides": strides(call.query_range)}
+class Shape(NamedTuple):
+    """What a kernel is compiled for: head sizes, also as tensor cores take them, and a tile's."""
+
+    D: int
+    E: int
+    padded_D: int
+    padded_E: int
+    rows: int
+    keys: int
+    stages: int
 
 
-def dropout_arguments(call: Call) -> dict[str, Any]:
-    """The seed, the threshold of the hash, and what remaining weights are multiplied by."""
+def arguments(call: Call) -> Arguments:
+    B, H, G, T, S, *_ = call.lengths
+    arrays = {
+        "q": call.q,
+        "k": call.k,
+        "v": call.v,
+        "left": call.left.expand(B, H),
+        "right": None if call.right is None else call.right.expand(B, H),
+        "key_range": call.key_range,
+        "query_start": call.query_start,
+        "query_range": call.query_range,
+        "x": call.positions,
+        "xq": call.query_positions,
+    }
+    given = {name: array(x) for name, x in arrays.items()}
+    scale = call.scale * LOG2E.value
+    return Arguments(**given, dropout=dropout(call), B=B, H=H, G=G, T=T, S=S, scale=scale)
+
+
+def array(x: Tensor | None) -> Any:
+    return None if x is None else Array(x, x.stride())
+
+
+def dropout(call: Call) -> Dropout | None:
+    if call.seed is None:
+        return None
+    seed = call.seed if call.seed.dim() else torch.nn.functional.pad(call.seed[None], (0, 2))
     threshold = min(round(call.dropout * 2**32), 2**32 - 1)
-    seed = call.seed
-    if seed is not None and seed.dim() == 0:
-        seed = torch.nn.functional.pad(seed[None], (0, 2))
-    return {"SEED": seed, "threshold": threshold, "factor": 1 / (1 - call.dropout)}
+    return Dropout(seed, threshold, 1 / (1 - call.dropout))
 
 
-def strides(array: Tensor | None) -> tuple[int, ...] | None:
-    return None if array is None else array.stride()
-
-
-def slope_strides(slopes: Tensor | None) -> tuple[int, ...] | None:
-    """Of [B, H], as which [H] counts too."""
-    if slopes is None or slopes.dim() == 2:
-        return strides(slopes)
-    return (0, *slopes.stride())
+def options(call: Call, tile: Tile) -> dict[str, Any]:
+    """The keywords of a launch: its `Shape`, and how it runs."""
+    *_, D, E = call.lengths
+    shape = Shape(D, E, padded(D), padded(E), tile.rows, tile.keys, tile.num_stages)
+    return {"SHAPE": shape, "num_warps": tile.num_warps, **FUSION}

@@ -10,24 +10,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.kernels.triton.launch import Call, row_range_arguments
+from linbias.kernels.triton.launch import Call, arguments
 from linbias.kernels.triton.sizes import FUSION
 from linbias.kernels.triton.tile import INF, LEFT, wide
 
 
 @triton.jit
-def read_row_ranges(QUERY_RANGE, strides, b, rows, present, S):
+def read_row_ranges(call, b, rows, present):
     """The first and one past the last key of each row; S and 0 in rows that see none or are
     absent.
     """
-    if QUERY_RANGE is not None:
-        limits = QUERY_RANGE + wide(b) * strides[0] + rows.to(tl.int64) * strides[1]
+    if call.query_range is not None:
+        strides = call.query_range.strides
+        limits = call.query_range.at + wide(b) * strides[0] + rows.to(tl.int64) * strides[1]
         low = tl.load(limits, mask=present, other=0).to(tl.int32)
         high = tl.load(limits + strides[2], mask=present, other=0).to(tl.int32)
         some = low < high
-        return tl.where(some, low, S), tl.where(some, high, 0)
+        return tl.where(some, low, call.S), tl.where(some, high, 0)
     else:
-        return 0, S
+        return 0, call.S
 
 
 @triton.jit
@@ -70,14 +71,15 @@ def sees_beyond(row_first, row_end, nearest, SIDE: tl.constexpr):
 
 
 @triton.jit
-def hulls_kernel(QUERY_RANGE, HULLS, query_range_strides, T, S, num_tiles, ROWS: tl.constexpr):
-    """Fill HULLS [B, num_tiles, 4]: `seen_by_any` and `seen_by_all` of tiles of ROWS rows; grid
-    B * num_tiles.
+def hulls_kernel(call, HULLS, ROWS: tl.constexpr):
+    """Fill HULLS [B, tiles, 4]: `seen_by_any` and `seen_by_all` of tiles of ROWS rows; grid
+    B * tiles.
     """
+    num_tiles = tl.cdiv(call.T, ROWS)
     b, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     rows = tile * ROWS + tl.arange(0, ROWS)
-    low, high = read_row_ranges(QUERY_RANGE, query_range_strides, b, rows, rows < T, S)
-    first, end = seen_by_any(0, S, low, high)
+    low, high = read_row_ranges(call, b, rows, rows < call.T)
+    first, end = seen_by_any(0, call.S, low, high)
     all_first, all_end = seen_by_all(low, high)
     to = HULLS + wide(tl.program_id(0)) * 4
     tl.store(to, first)
@@ -90,11 +92,8 @@ def hulls(call: Call, rows: int) -> Tensor | None:
     """What `hulls_kernel` says of tiles of `rows` rows; None where rows have no ranges."""
     if call.query_range is None:
         return None
-    B, _, _, T, S, *_ = call.lengths
+    B, _, _, T, *_ = call.lengths
     num_tiles = triton.cdiv(T, rows)
     found = torch.empty(B, num_tiles, 4, dtype=torch.int32, device=call.q.device)
-    hulls_kernel[B * num_tiles,](
-        **row_range_arguments(call), HULLS=found, T=T, S=S, num_tiles=num_tiles, ROWS=rows,
-        **FUSION,
-    )  # fmt: skip
+    hulls_kernel[B * num_tiles,](arguments(call), found, ROWS=rows, **FUSION)
     return found

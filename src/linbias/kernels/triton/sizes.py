@@ -10,9 +10,6 @@ from typing import NamedTuple
 
 LARGEST_HEAD = 256
 FEWEST_ROWS = 16  # of a forward tile
-# (dtype, compute capability) where a device has shown `coarse` right and faster: none yet. 16-bit
-# inputs need 8-bit floats, which devices have from (8, 9) on.
-COARSE: frozenset[tuple[str, tuple[int, int]]] = frozenset()
 # Said outright, because Triton's default is about to change.
 FUSION = {"enable_fp_fusion": True}
 
@@ -30,22 +27,16 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
 
-    def options(self) -> dict[str, int]:
-        """The keywords of a launch."""
-        sizes = {"ROWS": self.rows, "KEYS": self.keys, "STAGES": self.num_stages}
-        return {**sizes, "num_warps": self.num_warps, **FUSION}
-
 
 class Sizes(NamedTuple):
     """The tiles of one call; those of dq and dkv are cut from forward's: rows and (dq) keys divide
-    forward's. `coarse`: far blocks are multiplied in shorter floats (`certificate.coarse_dtype`).
+    forward's.
     """
 
     forward: Tile
     dq: Tile
     dkv: Tile
     decode: Tile
-    coarse: bool = False
 
 
 # By the largest head size that they serve.

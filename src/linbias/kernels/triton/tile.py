@@ -6,6 +6,8 @@ only that of a key within its block is taken off every score; the rest goes to t
 `gap` between queries and all keys is taken off at the very end; positions, float64, have none.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -25,6 +27,12 @@ def wide(x):
 
 
 @triton.jit
+def zeros(ROWS: tl.constexpr, SIZE: tl.constexpr = None):
+    """[ROWS] or [ROWS, SIZE], float32."""
+    return tl.zeros((ROWS,) if SIZE is None else (ROWS, SIZE), tl.float32)
+
+
+@triton.jit
 def read_slope(slope):
     """The slope in bits per key, and how far its side is seen: 0 keys if the slope hides it."""
     hidden = slope == INF
@@ -33,17 +41,25 @@ def read_slope(slope):
     return tl.where(bits > LARGEST_SLOPE, LARGEST_SLOPE, bits), tl.where(hidden, 0, FARTHEST)
 
 
+class Slopes(NamedTuple):
+    """Slopes in bits per key, and how many keys far each side is seen."""
+
+    left: Any
+    left_sight: Any
+    right: Any
+    right_sight: Any
+
+
 @triton.jit
-def read_slopes(LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h):
-    """Slope and sight to either side of head h, or of several; without right slopes that is
-    hidden.
-    """
-    left, left_sight = read_slope(tl.load(LEFT_SLOPES + b * left_strides[0] + h * left_strides[1]))
+def read_slopes(call, b, h):
+    """The slopes of head h, or of several; without right slopes that side is hidden."""
+    at = call.left.at + b * call.left.strides[0] + h * call.left.strides[1]
+    left, left_sight = read_slope(tl.load(at))
     right, right_sight = tl.zeros_like(left), tl.zeros_like(left_sight)
-    if RIGHT_SLOPES is not None:
-        at = RIGHT_SLOPES + b * right_strides[0] + h * right_strides[1]
+    if call.right is not None:
+        at = call.right.at + b * call.right.strides[0] + h * call.right.strides[1]
         right, right_sight = read_slope(tl.load(at))
-    return left, left_sight, right, right_sight
+    return Slopes(left, left_sight, right, right_sight)
 
 
 @triton.jit
@@ -65,34 +81,35 @@ def clamp(x, least, most):
 
 
 @triton.jit
-def read_range(KEY_RANGE, strides, b, g, S):
+def read_range(call, b, g):
     """The first and one past the last key that a key/value head shows, always inside the array."""
-    first, end = 0, S
-    if KEY_RANGE is not None:
-        limits = KEY_RANGE + wide(b) * strides[0] + wide(g) * strides[1]
-        end = clamp(tl.load(limits + strides[2]).to(tl.int64), 0, S)
+    first, end = 0, call.S
+    if call.key_range is not None:
+        strides = call.key_range.strides
+        limits = call.key_range.at + wide(b) * strides[0] + wide(g) * strides[1]
+        end = clamp(tl.load(limits + strides[2]).to(tl.int64), 0, call.S)
         first = clamp(tl.load(limits).to(tl.int64), 0, end)
     return first, end
 
 
 @triton.jit
-def read_start(QUERY_START, strides, b, first, end, T, S):
+def read_start(call, b, first, end):
     """Where query 0 stands once all queries are moved next to the keys, and how much higher it
     stood.
     """
-    start, gap = S - T, 0
-    if QUERY_START is not None:
-        given = tl.load(QUERY_START + wide(b) * strides[0]).to(tl.int64)
+    start, gap = call.S - call.T, 0
+    if call.query_start is not None:
+        given = tl.load(call.query_start.at + wide(b) * call.query_start.strides[0]).to(tl.int64)
         given = clamp(given, -FARTHEST, FARTHEST)
-        start = clamp(given, first - T, end)
+        start = clamp(given, first - call.T, end)
         gap = given - start
     return start, gap
 
 
 @triton.jit
-def gap_bias(gap, left, right):
+def gap_bias(gap, slopes):
     """The bias that all keys share because the queries stood a gap away from them."""
-    slope = tl.where(gap > 0, left, right)
+    slope = tl.where(gap > 0, slopes.left, slopes.right)
     # The minimum also keeps the compiler from fusing product and sum: forward and backward must
     # find the same number.
     return tl.minimum(slope * tl.abs(gap).to(tl.float32), LARGEST_SLOPE)
@@ -118,16 +135,16 @@ def near_keys(position, num_rows, first, end, KEYS: tl.constexpr):
 
 
 @triton.jit
-def head_of(array, strides, b, h):
-    """Where a head [rows, size] of an array [B, heads, rows, size] begins."""
-    return array + wide(b) * strides[0] + wide(h) * strides[1]
+def head_of(array, b, h, row):
+    """Where a row of a head [rows, size] of an array [B, heads, rows, size] lies."""
+    strides = array.strides
+    return array.at + wide(b) * strides[0] + wide(h) * strides[1] + wide(row) * strides[2]
 
 
 @triton.jit
 def load_rows(
-    base, rows, present, strides, SIZE: tl.constexpr, PADDED: tl.constexpr,
-    MASKED: tl.constexpr = True
-):  # fmt: skip
+    base, rows, present, strides, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr
+):
     """[rows, PADDED]; zeros beyond SIZE and in absent rows, of which there are none where not
     MASKED.
     """
@@ -144,19 +161,6 @@ def load_rows(
 
 
 @triton.jit
-def load_block(
-    base, block, columns, inside, strides,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RANGE: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """Keys or values from `block` on. Those to the left of a tile are all there, unless a key
-    range cuts them.
-    """
-    base += wide(block) * strides[2]
-    MASKED: tl.constexpr = HAS_RANGE or PART != LEFT
-    return load_rows(base, columns, inside, strides, SIZE, PADDED, MASKED)
-
-
-@triton.jit
 def store_rows(base, rows, present, values, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """Write [rows, PADDED] to a contiguous [rows, SIZE], in its dtype."""
     entries = tl.arange(0, PADDED)
@@ -168,27 +172,25 @@ def store_rows(base, rows, present, values, SIZE: tl.constexpr, PADDED: tl.const
 
 
 @triton.jit
-def near_score(
-    product, order, distance, inside, scale, left, left_sight, right, right_sight,
-    HAS_RIGHT: tl.constexpr
-):  # fmt: skip
+def near_score(product, order, distance, inside, scale, slopes, HAS_RIGHT: tl.constexpr):
     """Scores of keys on both sides of the rows; order = row - key counts them, distance is
     float32.
     """
-    bias = left * distance
-    visible = inside & (order <= left_sight)
+    bias = slopes.left * distance
+    visible = inside & (order <= slopes.left_sight)
     if HAS_RIGHT:
-        bias = tl.where(order < 0, -right * distance, bias)
-        visible &= order >= -right_sight
+        bias = tl.where(order < 0, -slopes.right * distance, bias)
+        visible &= order >= -slopes.right_sight
     else:
         visible &= order >= 0
     return tl.where(visible, product * scale - bias, -INF)
 
 
 @triton.jit
-def load_places(places, indices, present, strides):
+def load_places(array, b, h, indices, present):
     """Where some keys or queries of a head stand, float64; 0 where absent."""
-    return tl.load(places + wide(indices) * strides[2], mask=present, other=0.0)
+    at = head_of(array, b, h, 0) + wide(indices) * array.strides[2]
+    return tl.load(at, mask=present, other=0.0)
 
 
 @triton.jit
@@ -238,15 +240,6 @@ def key_bias(columns, slope, KEYS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def cut(key_term, inside, HAS_RANGE: tl.constexpr, SIDE: tl.constexpr):
-    """key_bias with inf for keys that are not there; see load_block."""
-    if HAS_RANGE or SIDE != LEFT:
-        return tl.where(inside, key_term, INF)
-    else:
-        return key_term
-
-
-@triton.jit
 def row_bias(offsets, slope, ROWS: tl.constexpr, SIDE: tl.constexpr):
     """The bias of a tile's rows beside that of its row nearest to the keys."""
     return slope * (offsets if SIDE == LEFT else ROWS - 1 - offsets).to(tl.float32)
@@ -270,48 +263,31 @@ def distance_to(block, position, ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: t
         return (block - position - (ROWS - 1)).to(tl.float32)
 
 
-@triton.jit
-def shorten(x, AXIS: tl.constexpr, COARSE: tl.constexpr):
-    """x in COARSE, and the unit of that: 8-bit floats count in 256ths of their row's largest."""
-    if COARSE == tl.bfloat16:
-        return x.to(COARSE), 1.0
-    else:
-        x = x.to(tl.float32)
-        unit = tl.maximum(tl.max(tl.abs(x), AXIS, keep_dims=True), 2.0**-100) * 2.0**-8
-        return (x / unit).to(COARSE), unit
+class Block(NamedTuple):
+    """A block of keys, and its scores with a tile of rows."""
+
+    keys: Any  # [keys]
+    inside: Any  # [keys], whether there are such keys
+    k: Any
+    order: Any  # [rows, keys], row - key
+    away: Any  # how far keys lie back of rows
+    score: Any
+    lead: Any  # [rows], what is still to be taken off the score
 
 
 @triton.jit
-def dot(a, b, acc, coarse, COARSE: tl.constexpr):
-    """acc + a b, by products of COARSE numbers where `coarse`."""
-    if COARSE is None:
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    else:
-        if coarse:
-            short_a, unit_a = shorten(a, 1, COARSE)
-            short_b, unit_b = shorten(b, 0, COARSE)
-            acc += tl.dot(short_a, short_b) * (unit_a * unit_b)
-        else:
-            acc = tl.dot(a, b, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def add_block(
-    score, lead, v, acc, row_max, row_sum, row_hashes, key_hashes, threshold, factor,
-    DROPOUT: tl.constexpr, coarse=False, COARSE: tl.constexpr = None,
-):  # fmt: skip
-    """One step of the online softmax, in bits, with `lead` [rows] taken off the scores."""
-    new_max = tl.maximum(row_max, tl.max(score, 1) - lead)
+def add_block(call, block, v, row_hashes, acc, row_max, row_sum):
+    """One step of the online softmax, in bits."""
+    new_max = tl.maximum(row_max, tl.max(block.score, 1) - block.lead)
     # While a row has seen no key its maximum is -inf, and any finite pivot keeps its sums at 0.
     pivot = tl.where(new_max == -INF, 0.0, new_max)
-    weight = tl.exp2(score - (pivot + lead)[:, None])
+    weight = tl.exp2(block.score - (pivot + block.lead)[:, None])
     shrink = tl.exp2(row_max - pivot)
     row_sum = row_sum * shrink + tl.sum(weight, 1)
     acc = acc * shrink[:, None]
-    if DROPOUT:
-        weight = drop(weight, row_hashes[:, None], key_hashes[None, :], threshold, factor)
-    acc = dot(weight.to(v.dtype), v, acc, coarse, COARSE)
+    key_hashes = key_hash(call.dropout, block.keys)
+    weight = drop(weight, row_hashes[:, None], key_hashes[None, :], call.dropout)
+    acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
     return acc, new_max, row_sum
 
 
@@ -325,25 +301,28 @@ def _mix(x):
 
 
 @triton.jit
-def row_hash(SEED, batch_head, rows):
+def row_hash(dropout, head, rows):
     """The part of the dropout hash (linbias/torch/dropout.py) that a row's keys share."""
-    if SEED is not None:
-        head = _mix(_mix(tl.load(SEED).to(tl.uint32)) ^ batch_head.to(tl.uint32))
-        return _mix(head ^ (rows.to(tl.uint32) + tl.load(SEED + 1).to(tl.uint32)))
+    if dropout is not None:
+        mixed = _mix(_mix(tl.load(dropout.seed).to(tl.uint32)) ^ head.to(tl.uint32))
+        return _mix(mixed ^ (rows.to(tl.uint32) + tl.load(dropout.seed + 1).to(tl.uint32)))
     else:
         return rows
 
 
 @triton.jit
-def key_hash(SEED, keys):
-    if SEED is not None:
-        return _mix(keys.to(tl.uint32) + tl.load(SEED + 2).to(tl.uint32))
+def key_hash(dropout, keys):
+    if dropout is not None:
+        return _mix(keys.to(tl.uint32) + tl.load(dropout.seed + 2).to(tl.uint32))
     else:
         return keys
 
 
 @triton.jit
-def drop(weight, row_hashes, key_hashes, threshold, factor):
-    """Attention dropout; the hashes broadcast to the shape of weight."""
-    keep = _mix(row_hashes ^ key_hashes) >= threshold.to(tl.uint32)
-    return tl.where(keep, weight * factor, 0.0)
+def drop(weight, row_hashes, key_hashes, dropout):
+    """Attention dropout, if any; the hashes broadcast to the shape of weight."""
+    if dropout is not None:
+        keep = _mix(row_hashes ^ key_hashes) >= tl.full((), dropout.threshold, tl.uint32)
+        return tl.where(keep, weight * dropout.factor, 0.0)
+    else:
+        return weight

@@ -110,11 +110,10 @@ def _properties_for(q: Tensor) -> tuple[tuple[int, int], int, int]:
 
 
 def _sizes(q: Tensor, v: Tensor) -> Sizes:
-    capability, shared_memory, _ = _properties_for(q)
+    _, shared_memory, _ = _properties_for(q)
     chosen = sizes.choose(q.shape[3], v.shape[3], q.element_size(), shared_memory)
     assert chosen is not None, "why_not refuses what does not fit"
-    shown = (str(q.dtype).removeprefix("torch."), capability) in sizes.COARSE
-    return chosen._replace(coarse=True) if shown else chosen
+    return chosen
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -162,7 +161,6 @@ operators = operator.Operators(
     unit=math.log(2),
     out_is_wide=False,
     visited_on_device=True,
-    counts_precise=True,
 )
 attention = operators.attention
 
