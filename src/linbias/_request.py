@@ -175,7 +175,6 @@ class Problem:
 
 # What not every implementation has, by the field that asks for it, and what those say without it.
 SPECIAL = {
-    "any_order": "it wants keys, and queries among them, in the order of their positions",
     "mask": "it takes a key_range but no mask",
     "added": "it takes a mask of bool, but none of numbers that are added to the scores",
     "positions": "positions are not built yet",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linbias import _dispatch, _request, _values
 from linbias._request import Described, Problem, Request
-from linbias.torch import any_order, standing
+from linbias.torch import clocks, standing
 from linbias.torch.choice import asked_in_turn
 from linbias.torch.constant import default_slopes
 from linbias.torch.dropout import draw_seed
@@ -128,13 +128,13 @@ def run(
     inputs: Inputs, problem: Problem, implementation: str, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Choose an implementation for a call that is prepared, and give out, or out and lse."""
-    if problem.any_order and problem.positions:
-        attend = functools.partial(run, implementation=implementation, return_lse=True)
-        with without_autocast(inputs.q.device):
-            out, lse = any_order.attention(inputs, problem, attend)
-        return (out, lse) if return_lse else out
     chosen = _dispatch.choose("attention", implementation, problem, asked_in_turn(problem))
     bias = None
+    if problem.any_order:
+        attend = functools.partial(run, implementation=implementation, return_lse=True)
+        with without_autocast(inputs.q.device):
+            out, lse = clocks.attention(inputs, problem, attend)
+        return (out, lse) if return_lse else out
     with without_autocast(inputs.q.device):
         if problem.query_positions:
             inputs, bias = standing.stand_near(inputs)

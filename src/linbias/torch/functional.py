@@ -5,7 +5,7 @@ from typing import Literal, TypedDict, Unpack, overload
 from torch import Tensor
 
 from linbias import _names
-from linbias.torch import any_order, standing
+from linbias.torch import clocks, standing
 from linbias.torch.call import Slopes, prepare, run
 from linbias.torch.impl import dense
 from linbias.torch.operators.operator import without_autocast
@@ -218,7 +218,7 @@ def attention_weights(
     inputs, problem = prepare("attention_weights", q, k, k, slopes, **options)
     with without_autocast(inputs.q.device):
         if problem.any_order:
-            inputs, _ = any_order.with_the_bias_as_mask(inputs, problem)
-        elif problem.query_positions:
+            return clocks.attention_weights(inputs, problem)
+        if problem.query_positions:
             inputs, _ = standing.stand_near(inputs)
         return dense.attention_weights(inputs)[0]

@@ -18,21 +18,17 @@ def bias_of(inputs: Inputs) -> Tensor:
     if inputs.positions is None:
         bias = _bias_of_order(inputs, order)
     else:
-        bias = bias_of_distance(inputs, order, _distance(inputs))
+        bias = _bias_of_distance(inputs, order, _distance(inputs))
     if key_range is not None:
         inside = per_query_head(_inside(key_range, S), inputs)
         bias = bias.masked_fill(~inside[:, :, None], -torch.inf)
     if inputs.query_range is not None:
         bias = bias.masked_fill(~_inside(inputs.query_range, S)[:, None], -torch.inf)
-    return with_mask(bias, inputs.mask)
-
-
-def with_mask(bias: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
+    if inputs.mask is None:
         return bias
-    if mask.dtype != torch.bool:
-        return bias + mask.to(bias.dtype)
-    return bias.masked_fill(~mask, -torch.inf)
+    if inputs.mask.dtype != torch.bool:
+        return bias + inputs.mask.to(bias.dtype)
+    return bias.masked_fill(~inputs.mask, -torch.inf)
 
 
 def _bias_of_order(inputs: Inputs, order: Tensor) -> Tensor:
@@ -47,7 +43,7 @@ def _bias_of_order(inputs: Inputs, order: Tensor) -> Tensor:
     return bias
 
 
-def bias_of_distance(inputs: Inputs, order: Tensor, distance: Tensor) -> Tensor:
+def _bias_of_distance(inputs: Inputs, order: Tensor, distance: Tensor) -> Tensor:
     """The bias where keys have positions: order says which side a key is on."""
     bias = distance.new_zeros(())
     for slope, here, reach in (

@@ -20,7 +20,7 @@ ABILITIES = Abilities(
     runs_on="any PyTorch device",
     how="PyTorch's own attention, the bias as its mask",
     memory="length x length",
-    has=("any_order", "mask", "added", "positions"),
+    has=("mask", "added", "positions"),
 )
 why_not = ABILITIES.lacks
 # Biases of slopes and lengths alone are kept, up to so many numbers each.
