@@ -8,8 +8,8 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _names, _request, _stamps, _values
-from linbias._request import Described, Problem, Request
+from linbias import _request
+from linbias._request import Described, Problem, Request, checks, keywords, stamps
 from linbias.schedules import slopes as slopes_of_paper
 
 Array = npt.NDArray[Any]
@@ -105,7 +105,7 @@ class Inputs:
         return gradient.sum(tuple(range(len(self.batch)))).reshape(shape)  # and by all batch rows
 
 
-@_names.show_keywords(Options)
+@keywords.show_keywords(Options)
 def prepare(
     function: str,
     q: npt.ArrayLike,
@@ -116,14 +116,14 @@ def prepare(
 ) -> Inputs:
     """Check the arguments of a call and fill in what they leave open."""
     if not options.keys() <= Options.__annotations__.keys():
-        _names.refuse_unknown(function, options, prepare)
+        keywords.refuse_unknown(function, options, prepare)
     request, batch = in_batches(function, np.dtype(np.float64), q, k, v, slopes, **options)
     dtype = request.q.dtype if request.q.dtype.kind not in "iu" else np.dtype(np.float64)
     q, k, v = (x.astype(np.float64) for x in (request.q, request.k, request.v))
     problem = check(function, request._replace(q=q, k=k, v=v))
     _request.warn_of_layout(function, problem)
-    _values.check_slopes(function, request, np.asarray)
-    in_order = _values.check_values(function, problem, request, np.asarray, any_order=True)
+    checks.check_slopes(function, request, np.asarray)
+    in_order = checks.check_values(function, problem, request, np.asarray, any_order=True)
     B, H, G, T, S = problem.B, problem.H, problem.G, problem.T, problem.S
     filled = fill(request, problem)
     left, right = filled["left"], filled["right"]
@@ -141,7 +141,7 @@ def prepare(
         hidden = hidden | beyond[:, None]
     mask, added = filled["mask"], np.zeros(())
     if mask is not None and mask.dtype != np.bool_:
-        _values.check_mask_values(function, mask)
+        checks.check_mask_values(function, mask)
         hidden = hidden | np.isneginf(mask)
         added = np.where(np.isneginf(mask), 0.0, mask).astype(np.float64)
     elif mask is not None:
@@ -149,7 +149,7 @@ def prepare(
     standing = stand(request, problem, ranges, start)
     if not in_order:
         if request.window is not None:
-            _values.refuse_ranges_in_any_order(function)
+            checks.refuse_ranges_in_any_order(function)
         standing["ranks"] = _ranks(standing, outside, request.query_positions is None)
     return Inputs(
         q=q,
@@ -179,7 +179,7 @@ def in_batches(
     """A call as arrays with one batch axis, and the batch axes as given; slopes are wide."""
     arrays = []
     for name, argument in (("q", q), ("k", k), ("v", v)):
-        array = _values.real_array(function, name, argument)
+        array = checks.real_array(function, name, argument)
         if array.ndim < 3:
             splits = function in ("attention", "explain")
             hint = "; num_heads= splits the last of 2" if splits else ""
@@ -198,16 +198,16 @@ def in_batches(
     q, k, v = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in arrays)
     given: dict[str, Any] = {**options, "slopes": slopes}
     if given.get("positions") is not None:
-        x, xq = _stamps.as_numbers(function, given["positions"], given.get("query_positions"))
+        x, xq = stamps.as_numbers(function, given["positions"], given.get("query_positions"))
         given.update(positions=x, query_positions=xq)
     for name, value in given.items():
         if value is None or name in _request.NUMBERS:
             continue
         if name in ("slopes", "right_slopes"):
-            given[name] = _values.real_array(function, name, value).astype(wide or _wide(arrays))
+            given[name] = checks.real_array(function, name, value).astype(wide or _wide(arrays))
         else:
-            array = _values.as_array(function, name, value)
-            array = _values.as_int64(array) if name in _request.INTEGERS else array
+            array = checks.as_array(function, name, value)
+            array = checks.as_int64(array) if name in _request.INTEGERS else array
             given[name] = _FLATTEN[name](array, batch)
     return Request(q=q, k=k, v=v, **given), batch
 
@@ -247,16 +247,16 @@ def stand(
     x, xq = request.positions, request.query_positions
     x = x if x.ndim == 3 else x[:, None]
     xq = xq if xq is None or xq.ndim == 3 else xq[:, None]
-    base = _values.a_key(x, end)
+    base = checks.a_key(x, end)
     inside = (np.arange(S) >= first) & (np.arange(S) < end)
-    x = np.where(inside, _values.less(x, base), 0)
+    x = np.where(inside, checks.less(x, base), 0)
     own_key = np.clip(starts[:, None, None] + np.arange(T), first, np.maximum(first, end - 1))
     if xq is None:
         # Without any key, or in an empty range, a query may stand anywhere.
         own_key = np.clip(own_key, 0, max(0, S - 1))
         xq = np.take_along_axis(x, own_key, -1) if S else np.zeros(())
     else:
-        xq = _values.less(xq, base)
+        xq = checks.less(xq, base)
     xq = np.broadcast_to(xq, (B, H, T))
     return {"positions": x, "query_positions": xq, "own_key": own_key}
 
@@ -295,14 +295,14 @@ def split_heads(
         )
     q = _as_heads(function, "q", q, num_heads)
     size = max(1, q.shape[-1])  # no columns are refused later
-    columns = _values.as_array(function, "k", k).shape[-1:]
+    columns = checks.as_array(function, "k", k).shape[-1:]
     num_kv_heads = max(1, sum(columns) // size)
     k, v = (_as_heads(function, name, x, num_kv_heads) for name, x in (("k", k), ("v", v)))
     return q, k, v
 
 
 def _as_heads(function: str, name: str, values: npt.ArrayLike, num_heads: int) -> Array:
-    array = _values.real_array(function, name, values)
+    array = checks.real_array(function, name, values)
     if array.ndim < 2 or array.shape[-1] % num_heads:
         raise ValueError(
             f"{function}: {name} must be [..., length, heads * size] with a multiple of"

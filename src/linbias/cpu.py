@@ -5,8 +5,9 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _names, _request, _seen, _values
+from linbias import _request
 from linbias._arrays import Array, Unmasked, check, fill, in_batches, per_query_head, stand
+from linbias._request import checks, keywords, seen
 from linbias.kernels import core
 
 __all__ = ["attention"]
@@ -38,7 +39,7 @@ def attention(
     return_lse: Literal[False] = ...,
     **options: Unpack[Unmasked],
 ) -> Floats: ...
-@_names.show_keywords(Unmasked)
+@keywords.show_keywords(Unmasked)
 def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -81,7 +82,7 @@ def attention(
         (1, 2, 3, 4)
     """
     if not options.keys() <= Unmasked.__annotations__.keys():
-        _names.refuse_unknown("attention", options, attention)
+        keywords.refuse_unknown("attention", options, attention)
     if num_threads < 1:
         raise ValueError(f"attention: num_threads must be at least 1, got {num_threads}")
     request, batch = in_batches("attention", None, q, k, v, slopes, tolerance=tolerance, **options)
@@ -94,8 +95,8 @@ def attention(
     if reason is not None:
         raise NotImplementedError(f"attention: cpu cannot run this call: {reason}")
     _request.warn_of_layout("attention", problem, depth=2)
-    _values.check_slopes("attention", request, np.asarray)
-    _values.check_values("attention", problem, request, np.asarray, depth=2)
+    checks.check_slopes("attention", request, np.asarray)
+    checks.check_values("attention", problem, request, np.asarray, depth=2)
     out, lse = _run(problem, request, num_threads)
     out = out.astype(given[0].dtype, copy=False).reshape(*batch, *out.shape[1:])
     return (out, lse.reshape(*batch, *lse.shape[1:])) if return_lse else out
@@ -173,7 +174,7 @@ def _stand_near(
     left, right = (np.inf if side is None else side[..., None].astype(float) for side in sides)
     own_key = np.minimum(standing["own_key"], standing["positions"].shape[-1] - 1)
     nearest = np.take_along_axis(standing["positions"], own_key, -1)
-    alone, bias = _seen.beside_all(np, xq - nearest, own, first, end, left, right)
+    alone, bias = seen.beside_all(np, xq - nearest, own, first, end, left, right)
     return np.where(alone, nearest, xq), bias
 
 

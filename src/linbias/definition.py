@@ -11,10 +11,11 @@ from typing import Literal, NamedTuple, Never, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _names, _request, _values
+from linbias import _request
 from linbias._arrays import Array as Array
 from linbias._arrays import Float64 as Float64
 from linbias._arrays import Inputs, Options, prepare, split_heads
+from linbias._request import checks, keywords
 
 
 def distances(T: int, S: int, query_start: int | None = None) -> npt.NDArray[np.int64]:
@@ -87,18 +88,18 @@ def bias(
     encoder attention in the paper's repository.
     """
     if unknown:
-        _names.refuse_unknown("bias", unknown, bias)
-    left = _values.real_array("bias", "slopes", slopes).astype(np.float64)
+        keywords.refuse_unknown("bias", unknown, bias)
+    left = checks.real_array("bias", "slopes", slopes).astype(np.float64)
     right = left
     if right_slopes is not None:
-        right = _values.real_array("bias", "right_slopes", right_slopes).astype(np.float64)
+        right = checks.real_array("bias", "right_slopes", right_slopes).astype(np.float64)
     if left.ndim not in (1, 2):
         meant = f"; linbias.slopes({left:g}) are those of {left:g} heads" if left.ndim == 0 else ""
         raise ValueError(
             f"bias: slopes must have shape [H] or [B, H], got {list(left.shape)}{meant}"
         )
     for name, values in (("slopes", left), ("right_slopes", right)):
-        _values.check_slope_values("bias", name, values)
+        checks.check_slope_values("bias", name, values)
     left, right = np.broadcast_arrays(left, right)
     order = distances(T, S, query_start)
     return _bias(left, right, order, order)
@@ -135,7 +136,7 @@ def attention(
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Array: ...
-@_names.show_keywords(Options)
+@keywords.show_keywords(Options)
 def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -227,7 +228,7 @@ def attention(
     return (out, inputs.restore(steps.lse)) if return_lse else out
 
 
-@_names.show_keywords(Options)
+@keywords.show_keywords(Options)
 def attention_weights(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -265,7 +266,7 @@ class Gradients(NamedTuple):
     dquery_positions: Float64 | None = None
 
 
-@_names.show_keywords(Options)
+@keywords.show_keywords(Options)
 def attention_backward(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,
@@ -318,7 +319,7 @@ def attention_backward(
     if dlse is not None:
         given["dlse"] = (dlse, rows)
     for name, (values, shape) in given.items():
-        own = _values.real_array("attention_backward", name, values).shape
+        own = checks.real_array("attention_backward", name, values).shape
         if own != shape:
             raise ValueError(
                 f"attention_backward: {name} must have shape {list(shape)}, got {list(own)}"
@@ -396,8 +397,8 @@ def merge(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike]) -> tuple
         >>> np.allclose(merge(*zip(*parts))[0], attention(q, k, v, [0.5]))
         True
     """
-    values = [_values.real_array("merge", "outs", out) for out in outs]
-    logs = [_values.real_array("merge", "lses", lse) for lse in lses]
+    values = [checks.real_array("merge", "outs", out) for out in outs]
+    logs = [checks.real_array("merge", "lses", lse) for lse in lses]
     _request.check_parts([out.shape for out in values], [lse.shape for lse in logs])
     parts = np.stack([lse.astype(np.float64) for lse in logs])
     highest = parts.max(0)

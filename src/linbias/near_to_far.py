@@ -30,8 +30,8 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _names, _values
 from linbias._arrays import Array, Float64, Inputs, Options, Unmasked, prepare
+from linbias._request import checks, keywords
 from linbias.definition import attention_weights
 
 __all__ = ["attention", "reach", "share_outside"]
@@ -97,7 +97,7 @@ def _attend(rows: "_Rows", tolerance: float, size: int) -> tuple[Float64, Float6
     return acc / seen[:, None], lse, tile
 
 
-@_names.show_keywords(Unmasked)
+@keywords.show_keywords(Unmasked)
 def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -139,7 +139,7 @@ def attention(
             f" got {tolerance}, {rows}, {keys}"
         )
     if "mask" in options:
-        _names.refuse_unknown("near_to_far", options, attention)
+        keywords.refuse_unknown("near_to_far", options, attention)
     inputs = prepare("near_to_far", q, k, v, slopes, **options)
     if inputs.ranks is not None:
         raise ValueError(
@@ -365,7 +365,7 @@ def reach(
     """
     if xp is np:
         slope, lead = np.asarray(slope, np.float64), np.asarray(lead, np.float64)
-        _values.check_slope_values("reach", "slope", slope)
+        checks.check_slope_values("reach", "slope", slope)
     if not 0 <= tolerance < 1:
         raise ValueError(f"reach: tolerance must be in [0, 1), got {tolerance}")
     nats = lead + log_geometric(slope, num_keys, xp) - float(np.log(tolerance))

@@ -15,7 +15,8 @@ import linbias
 import linbias.jax
 import linbias.plots
 import linbias.torch
-from linbias import _dispatch, _names, _request, _seen, _values
+from linbias import _dispatch, _request
+from linbias._request import checks, keywords, seen
 from linbias.torch.impl import blocked, dense
 
 INT = torch.int64
@@ -329,7 +330,7 @@ def test_every_argument_of_jax_is_answered_with_ours():
     names = signature(jax.nn.dot_product_attention).parameters.keys()
     x = np.zeros((1, 2, 2, 4), np.float32)
     for name in names - signature(linbias.jax.attention).parameters.keys():
-        advice = re.escape(_names.ELSEWHERE[name]) if name != "mask" else "say mask"
+        advice = re.escape(keywords.ELSEWHERE[name]) if name != "mask" else "say mask"
         with pytest.raises(TypeError, match=f"there is no argument {name}; {advice}"):
             linbias.jax.attention(x, x, x, **{name: None})
 
@@ -407,6 +408,6 @@ def test_a_slow_fallback_warns_once(monkeypatch):
 
 def test_every_message_of_the_checks_has_a_row():
     """A new rule cannot come without its message here (of points: in test_points.py)."""
-    rules = _request, _seen, _values, _names, _dispatch
+    rules = _request, seen, checks, keywords, _dispatch
     source = "".join(Path(module.__file__).read_text() for module in rules)
     assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 34

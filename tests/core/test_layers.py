@@ -16,25 +16,20 @@ PACKAGE = Path(linbias.__file__).parent
 
 # What the modules of a layer may import of ours: itself and these.
 ANYONE = {"schedules", "methods", "_machine", "_extras"}
-REQUEST = {"_request", "_seen", "_values", "_names"}
-CORE = {"_stamps", "_dispatch"} | REQUEST
+CORE = {"_request", "_dispatch"}
 LAYERS = {
     **{module: set() for module in ANYONE},
-    "_seen": set(),
-    "_request": {"_seen"},
-    "_values": {"_request"},
-    "_names": {"_request"},
-    "_stamps": {"_request", "_values"},
-    "_arrays": {"_stamps"} | REQUEST | ANYONE,
+    "_request": set(),
+    "_arrays": {"_request"} | ANYONE,
     "_dispatch": {"_request"},
-    "definition": {"_arrays"} | REQUEST,
+    "definition": {"_arrays", "_request"},
     "_matrix": {"definition", "methods", "schedules"},
     "explain": {"_arrays", "definition", "explain_html", "schedules", "_matrix"},
     "explain_html": {"definition", "_matrix"},
-    "near_to_far": {"_arrays", "definition"} | REQUEST,
+    "near_to_far": {"_arrays", "definition", "_request"},
     "streams": {"definition"},
     "kernels": {"_cpu", "_machine"} | CORE,
-    "cpu": {"kernels", "_arrays"} | REQUEST,
+    "cpu": {"kernels", "_arrays", "_request"},
     "torch": {"kernels", "near_to_far"} | CORE | ANYONE,
     "compat": {"torch", "definition", "explain"} | CORE | ANYONE,
     "jax": {"kernels", "near_to_far", "_xla"} | CORE | ANYONE,
@@ -44,7 +39,7 @@ LAYERS = {
     "data": {"_run"} | ANYONE,
     "paper": {"lm", "models", "data", "_run"} | ANYONE,
     "lm": {"models", "torch", "data", "explore", "_run"} | ANYONE,
-    "plots": {"_names", "_matrix", "definition", "explain", "near_to_far", "lm"} | ANYONE,
+    "plots": {"_request", "_matrix", "definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,
     "explore": {"example", "_matrix", "explain_html", "definition", "models"} | ANYONE,

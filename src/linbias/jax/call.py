@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from linbias import _dispatch, _request, _stamps, _values
-from linbias._request import Described, Problem, Request
+from linbias import _dispatch, _request
+from linbias._request import Described, Problem, Request, checks, stamps
 from linbias.jax import standing
 from linbias.jax.dropout import draw_seed
 from linbias.jax.impl import blocked, cpu, dense
@@ -51,7 +51,7 @@ def prepare(
     """
     x, xq = options.get("positions"), options.get("query_positions")
     if isinstance(x, np.ndarray) and (xq is None or isinstance(xq, np.ndarray)):
-        x, xq = _stamps.as_numbers(function, x, xq)
+        x, xq = stamps.as_numbers(function, x, xq)
         options.update(positions=x, query_positions=xq)
     of_call = [_describe(function, name, x) for name, x in zip("qkv", (q, k, v), strict=True)]
     # Where one lies in parts on several devices, so does the call; the rest is JAX's to check.
@@ -70,8 +70,8 @@ def prepare(
     }
     problem = _request.check(function, request._replace(**described), "BTHD")
     _request.warn_of_layout(function, problem, "BTHD", depth=4)
-    _values.check_slopes(function, request, _read)
-    _values.check_values(function, problem, request, _read, depth=4)
+    checks.check_slopes(function, request, _read)
+    checks.check_values(function, problem, request, _read, depth=4)
     if problem.dropout and request.dropout_key is None:
         raise ValueError(
             f"{function}: dropout needs a dropout_key, got None (dropout {problem.dropout})"
@@ -123,7 +123,7 @@ def _known_ranges(request: Request[ArrayLike], problem: Problem) -> np.ndarray[A
     """The ranges of keys of all query heads, [B, 1 or H, 2], where they can be read."""
     if request.key_range is None or (ranges := _read(request.key_range)) is None:
         return None
-    ranges = _values.as_int64(ranges)
+    ranges = checks.as_int64(ranges)
     if ranges.ndim == 2:
         return ranges[:, None]
     return ranges.repeat(problem.H // max(1, problem.G), axis=1)
@@ -217,7 +217,7 @@ def _device(array: ArrayLike) -> str:
 def _as_slopes(function: str, name: str, values: Slopes, wide: type) -> ArrayLike:
     """Slopes in the wide dtype; what is no JAX array stays in NumPy, known even when tracing."""
     if not isinstance(values, Array):
-        return _values.real_array(function, name, values).astype(wide)
+        return checks.real_array(function, name, values).astype(wide)
     if jnp.iscomplexobj(values):
         raise TypeError(f"{function}: {name} must hold real numbers, got {values.dtype.name}")
     return values.astype(wide)

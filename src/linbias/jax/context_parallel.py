@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from linbias import _names, _request, _seen, _values
-from linbias._request import Problem
+from linbias import _request
+from linbias._request import Problem, checks, keywords, seen
 from linbias.jax.call import ArrayLike, Slopes, count, prepare, run
 from linbias.jax.functional import Sides
 from linbias.jax.impl.certificate import norm
@@ -66,7 +66,7 @@ def attention(
     return_lse: Literal[False] = ...,
     **options: Unpack[Weighing],
 ) -> Array: ...
-@_names.show_keywords(Weighing)
+@keywords.show_keywords(Weighing)
 @own_code()
 def attention(
     q: ArrayLike,
@@ -137,12 +137,12 @@ def attention(
     right_slopes = options.get("right_slopes")
     right_slopes = slopes if right_slopes is None else right_slopes
     window = options.get("window")
-    seen = [
+    within = [
         halos if limit < 0 else np.minimum(halos, limit)
-        for limit in _seen.check_window(function, window, problem.causal)
+        for limit in seen.check_window(function, window, problem.causal)
     ]
-    on_the_left = np.where(_hidden(slopes, problem), 0, seen[0])
-    on_the_right = np.where(problem.causal | _hidden(right_slopes, problem), 0, seen[1])
+    on_the_left = np.where(_hidden(slopes, problem), 0, within[0])
+    on_the_right = np.where(problem.causal | _hidden(right_slopes, problem), 0, within[1])
     own = jnp.concatenate([inputs.k, inputs.v], axis=-1)
     before = _fetch(own, on_the_left, axis_name, num_shards, LEFT)
     after = _fetch(own, on_the_right, axis_name, num_shards, RIGHT)
@@ -163,14 +163,14 @@ def attention(
         v=values,
         key_range=jnp.broadcast_to(key_range, (B, G, 2)),
         query_start=query_start,
-        query_range=_seen.ranges_of_queries(None, window, problem, query_start, jnp, count),
+        query_range=seen.ranges_of_queries(None, window, problem, query_start, jnp, count),
         tolerance=tolerance,
     )
     out, lse = run(function, inputs, problem, implementation)
     return (out, lse) if return_lse else out
 
 
-@_names.show_keywords(Weighing)
+@keywords.show_keywords(Weighing)
 @own_code()
 def needed_halo(
     q: ArrayLike,
@@ -244,10 +244,10 @@ def needed_halo(
         few = keys < num_keys  # False for NaN
         keys = jnp.where(few, jnp.where(few, keys, 0).astype(jnp.int32), num_keys)
         if limit >= 0:
-            keys = jnp.minimum(keys, min(limit, _seen.LARGEST_WINDOW) + 1 - nearest)
+            keys = jnp.minimum(keys, min(limit, seen.LARGEST_WINDOW) + 1 - nearest)
         return jnp.maximum(keys, 0).max((0, 1, 3))
 
-    left, right = _seen.check_window(function, options.get("window"), problem.causal)
+    left, right = seen.check_window(function, options.get("window"), problem.causal)
     index, row = lax.axis_index(axis_name), jnp.arange(T)[:, None, None]
     halo = needed(inputs.left, row + 1, index * T, left)
     if inputs.right is not None:
@@ -317,7 +317,7 @@ def _check_halo(function: str, halo: Halo, num_heads: int) -> np.ndarray[Any, An
             f"{function}: halo must be known when the program is traced, got {halo};"
             " measure it in a program of its own"
         )
-    given = _values.as_array(function, "halo", halo)
+    given = checks.as_array(function, "halo", halo)
     if given.dtype.kind not in "iu":
         raise TypeError(f"{function}: halo must hold integers, got {given.dtype}")
     if given.shape not in ((), (num_heads,)):
@@ -356,4 +356,4 @@ def _refuse_unknown(function: str, options: Mapping[str, object]) -> None:
             )
     if unknown:
         called = attention if function.endswith("attention") else needed_halo
-        _names.refuse_unknown(function, options, called)
+        keywords.refuse_unknown(function, options, called)

@@ -14,7 +14,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from linbias import _extras, _names, _seen
+from linbias import _extras
+from linbias._request import keywords, seen
 from linbias.jax.call import Slopes, prepare, run
 from linbias.jax.operator import own_code
 from linbias.schedules import is_causal as is_causal_variant
@@ -84,14 +85,14 @@ def attention_fn(
     Source: Press, Smith and Lewis, ICLR 2022.
     """
     if unknown:
-        _names.refuse_unknown("attention_fn", unknown, attention_fn)
+        keywords.refuse_unknown("attention_fn", unknown, attention_fn)
     variant_slopes("attention_fn", variant, 2, schedule, max_bias)  # refuses what is unknown
     causal = is_causal_variant(variant)
     if causal and right_slopes is not None:
         raise ValueError(
             f"attention_fn: right_slopes contradicts variant {variant!r}, which hides that side"
         )
-    limits = _seen.check_window("attention_fn", window, causal)
+    limits = seen.check_window("attention_fn", window, causal)
 
     def attend(
         query: Array,

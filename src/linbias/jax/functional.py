@@ -9,7 +9,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from linbias import _names, _request, _values
+from linbias import _request
+from linbias._request import checks, keywords
 from linbias.jax import standing
 from linbias.jax.call import ArrayLike, Slopes, on_its_mesh, prepare, run, spec_on_mesh
 from linbias.jax.impl import dense
@@ -67,7 +68,7 @@ def attention(
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Array: ...
-@_names.show_keywords(Options)
+@keywords.show_keywords(Options)
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -139,13 +140,13 @@ def attention(
     Source: Press, Smith and Lewis, ICLR 2022, section 3.
     """
     if not options.keys() <= Options.__annotations__.keys():
-        _names.refuse_unknown("attention", options, attention)
+        keywords.refuse_unknown("attention", options, attention)
     inputs, problem = prepare("attention", q, k, v, slopes, **options)
     out, lse = run("attention", inputs, problem, implementation)
     return (out, lse) if return_lse else out
 
 
-@_names.show_keywords(Weighing)
+@keywords.show_keywords(Weighing)
 def attention_weights(
     q: ArrayLike, k: ArrayLike, slopes: Slopes | None = None, **options: Unpack[Weighing]
 ) -> Array:
@@ -169,7 +170,7 @@ def attention_weights(
         [[1.0, 0.0], [0.5, 0.5]]
     """
     if not options.keys() <= Weighing.__annotations__.keys():
-        _names.refuse_unknown("attention_weights", options, attention_weights)
+        keywords.refuse_unknown("attention_weights", options, attention_weights)
     inputs, _ = prepare("attention_weights", q, k, k, slopes, **options)
     B, T, H, _ = spec_on_mesh(inputs.q)
     return on_its_mesh(
@@ -216,7 +217,7 @@ def bias(
     Source: Press, Smith and Lewis, ICLR 2022, section 3.
     """
     if unknown:
-        _names.refuse_unknown("bias", unknown, bias)
+        keywords.refuse_unknown("bias", unknown, bias)
     left = jnp.asarray(slopes)
     left = left.astype(jnp.promote_types(left.dtype, jnp.float32))
     if left.ndim not in (1, 2):
@@ -227,7 +228,7 @@ def bias(
     right = left if right_slopes is None else jnp.asarray(right_slopes, left.dtype)
     for name, slope in (("slopes", left), ("right_slopes", right)):
         if not isinstance(slope, jax.core.Tracer):
-            _values.check_slope_values("bias", name, np.asarray(slope))
+            checks.check_slope_values("bias", name, np.asarray(slope))
     if right.shape not in ((), left.shape):
         raise ValueError(
             "bias: right_slopes must be one number or have the shape of slopes,"

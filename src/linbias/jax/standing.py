@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array
 
 from linbias._request import LARGEST_POSITION
-from linbias._seen import beside_all
+from linbias._request.seen import beside_all
 from linbias.jax.operator import Inputs
 
 ArrayLike = Array | np.ndarray[Any, Any]

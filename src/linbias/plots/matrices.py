@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 import linbias.definition
-from linbias import _matrix, _names
+from linbias import _matrix
 from linbias._matrix import Matrix, Scale, average_of
+from linbias._request import keywords
 from linbias.definition import Float64
 from linbias.explain import Explanation
 from linbias.methods import BIAS
@@ -70,7 +71,7 @@ def bias(
         ['head 0, slope 1/4', 'head 1, slope 1/16']
     """
     if unknown:
-        _names.refuse_unknown("plots.bias", unknown, bias)
+        keywords.refuse_unknown("plots.bias", unknown, bias)
     if causal and right_slopes is not None:
         raise ValueError("plots.bias: right_slopes needs causal=False, got both")
     slopes = np.asarray(slopes, np.float64)

@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from linbias import _names, near_to_far
+from linbias import near_to_far
+from linbias._request import keywords
 from linbias.definition import Array, Float64, attention_weights, distances
 from linbias.methods import WEIGHTS
 from linbias.plots.figure import STYLE, PaperFigure, inches, laid_out
@@ -65,7 +66,7 @@ def reach(
         ['head 0, slope 1/4', 'head 1, slope 1/16', 'head 2, slope 1/64', 'head 3, slope 1/256']
     """
     if unknown:
-        _names.refuse_unknown("plots.reach", unknown, reach)
+        keywords.refuse_unknown("plots.reach", unknown, reach)
     q, k = np.asarray(q), np.asarray(k)
     if q.ndim != 3 or not q.size:
         raise ValueError(f"plots.reach: q must be [H, T, D], got {list(q.shape)}")

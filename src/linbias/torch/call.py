@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linbias import _dispatch, _request, _values
-from linbias._request import Described, Problem, Request
+from linbias import _dispatch, _request
+from linbias._request import Described, Problem, Request, checks
 from linbias.torch import clocks, standing
 from linbias.torch.choice import asked_in_turn
 from linbias.torch.constant import default_slopes
@@ -82,12 +82,12 @@ def prepare(
         if right is not None:
             check_slopes(function, "right_slopes", right)
         if problem.placed or problem.positions or problem.query_range:
-            if not _values.check_values(function, problem, request, known_values, any_order=True):
+            if not checks.check_values(function, problem, request, known_values, any_order=True):
                 problem = replace(problem, any_order=True)
     if problem.query_positions and not (problem.causal or problem.query_start):
         problem = _with_values(function, problem, request)
     if problem.any_order and problem.query_range:
-        _values.refuse_ranges_in_any_order(function)
+        checks.refuse_ranges_in_any_order(function)
     if left is None:
         left = default_slopes(problem.H, wide, q.device)
     filled = _request.fill(
@@ -114,7 +114,7 @@ def _with_values(function: str, problem: Problem, request: Request[Tensor]) -> P
         )
     if problem.device == "cpu" or 0 in (problem.B, problem.H, problem.T, problem.S):
         return problem
-    in_order = _values.check_values(
+    in_order = checks.check_values(
         function, problem, request, lambda x: known_values(x.cpu()), any_order=True
     )
     return problem if in_order else replace(problem, any_order=True)
@@ -145,7 +145,7 @@ def run(
 
 
 def widen(options: dict[str, Any]) -> None:
-    """`_values.as_int64` of those arguments that hold integers; what is no tensor is refused
+    """`checks.as_int64` of those arguments that hold integers; what is no tensor is refused
     later.
     """
     for name in _request.INTEGERS:
@@ -253,7 +253,7 @@ def as_slopes(
             raise TypeError(f"{function}: {name} must hold real numbers, got {kind}")
         return values.to(device=device, dtype=dtype)
     if not torch.compiler.is_compiling():
-        values = _values.real_array(function, name, values).astype(np.float64)
+        values = checks.real_array(function, name, values).astype(np.float64)
     return torch.as_tensor(values, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
@@ -267,7 +267,7 @@ def check_slopes(function: str, name: str, slopes: Tensor) -> None:
     """Check the values of slopes, where reading them does not wait for a device."""
     known = readable(slopes) if slopes.device.type == "cpu" else None
     if known is not None and (given := known.tolist()) != _last_slopes.get(name):
-        _values.check_slope_values(function, name, np.array(given))
+        checks.check_slope_values(function, name, np.array(given))
         _last_slopes[name] = given
 
 

@@ -4,7 +4,7 @@ from typing import Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from linbias import _names
+from linbias._request import keywords
 from linbias.torch import clocks, standing
 from linbias.torch.call import Slopes, prepare, run
 from linbias.torch.impl import dense
@@ -62,7 +62,7 @@ def attention(
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
-@_names.show_keywords(Options)
+@keywords.show_keywords(Options)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -175,7 +175,7 @@ def attention(
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
     if not _OPTIONS.issuperset(options):
-        _names.refuse_unknown("attention", options, attention)
+        keywords.refuse_unknown("attention", options, attention)
     if nested.is_nested(q, k, v):
         return nested.attention(
             q, k, v, slopes, implementation=implementation, return_lse=return_lse, **options
@@ -188,7 +188,7 @@ def attention(
     return run(inputs, problem, implementation, return_lse)
 
 
-@_names.show_keywords(Weighing)
+@keywords.show_keywords(Weighing)
 def attention_weights(
     q: Tensor, k: Tensor, slopes: Slopes | None = None, **options: Unpack[Weighing]
 ) -> Tensor:
@@ -213,7 +213,7 @@ def attention_weights(
                   [0.5000, 0.5000]]]])
     """
     if not options.keys() <= Weighing.__annotations__.keys():
-        _names.refuse_unknown("attention_weights", options, attention_weights)
+        keywords.refuse_unknown("attention_weights", options, attention_weights)
     refuse_shard("attention_weights")
     inputs, problem = prepare("attention_weights", q, k, k, slopes, **options)
     with without_autocast(inputs.q.device):

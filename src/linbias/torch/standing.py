@@ -7,9 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from linbias import _stamps
-from linbias._request import Problem, Request
-from linbias._seen import beside_all
+from linbias._request import Problem, Request, stamps
+from linbias._request.seen import beside_all
 from linbias.torch.operators.operator import Inputs
 
 # As a caller has them: numbers, or NumPy's datetime64 and timedelta64 in their own unit.
@@ -32,7 +31,7 @@ def as_tensors(function: str, options: dict[str, Any], device: torch.device) -> 
             np.empty(0, str(x.dtype).removeprefix("torch.")) if isinstance(x, Tensor) else x
             for x in given.values()
         )
-        numbers = dict(zip(given, _stamps.as_numbers(function, *arrays), strict=True))
+        numbers = dict(zip(given, stamps.as_numbers(function, *arrays), strict=True))
     for name, x in numbers.items():
         if x is not None and not isinstance(given[name], Tensor):
             if isinstance(x, np.ndarray):  # of any strides and order of bytes

@@ -5,7 +5,8 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from linbias import _dispatch, _names
+from linbias import _dispatch
+from linbias._request import keywords
 from linbias.torch import standing
 from linbias.torch.call import Slopes, prepare
 from linbias.torch.choice import asked_in_turn
@@ -33,7 +34,7 @@ class Visited(NamedTuple):
     precise_end: Tensor
 
 
-@_names.show_keywords(Options)
+@keywords.show_keywords(Options)
 def visited(
     q: Tensor,
     k: Tensor,
@@ -58,7 +59,7 @@ def visited(
         1.0
     """
     if not options.keys() <= Options.__annotations__.keys():
-        _names.refuse_unknown("visited", options, visited)
+        keywords.refuse_unknown("visited", options, visited)
     inputs, problem = prepare("visited", q, k, v, slopes, **options)
     if problem.any_order:
         raise ValueError(

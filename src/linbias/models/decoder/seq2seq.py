@@ -270,7 +270,7 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, decoder.Gen
         decoder_input_ids   start 5 6 7       pad start 5 6
         """
         start = self.config.decoder_start_token_id
-        padding = getattr(self.config, "pad_token_id", None)
+        padding: Any = getattr(self.config, "pad_token_id", None)
         shifted: Tensor = shift_tokens_right(labels, padding, start)
         is_scored = labels != -100
         is_at_start = is_scored.cumsum(-1) - is_scored.int() == 0  # nothing is scored before it
@@ -315,7 +315,7 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, decoder.Gen
 
     def _from_start(self, decoder_input_ids: Tensor | None) -> Tensor | None:
         """[B, T], zero for the padding that a row begins with; None where no token is padding."""
-        padding = getattr(self.config, "pad_token_id", None)
+        padding: Any = getattr(self.config, "pad_token_id", None)
         if decoder_input_ids is None or padding in (None, self.config.decoder_start_token_id):
             return None
         return (decoder_input_ids != padding).cumsum(-1) > 0

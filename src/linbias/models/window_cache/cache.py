@@ -86,9 +86,11 @@ class WindowCache(Cache):
         refuse_slopes_that_follow_the_length(model, "WindowCache")
         weights = reach_of_weights(model) if weights is None else weights
         needed = weights.of_heads((finest if tolerance is None else tolerance) / 2)
-        both = zip(needed, weights.key_heads, strict=True)
         # The farthest of the query heads that read a key/value head.
-        groups = [row.reshape(num, -1).max(1).tolist() for row, num in both]
+        groups = [
+            row.reshape(num, -1).max(1).tolist()
+            for row, num in zip(needed, weights.key_heads, strict=True)
+        ]
         chosen = _chosen(windows, groups, weights)
         how: Any = {"tolerance": tolerance, "on_uncertified": on_uncertified}
         both = zip(groups, chosen, strict=True)

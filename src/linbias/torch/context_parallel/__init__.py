@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
-from linbias import _names
+from linbias._request import keywords
 from linbias.torch.call import Slopes, describe
 from linbias.torch.context_parallel.call import NAME, Shard
 from linbias.torch.context_parallel.needed import needed_halo
@@ -37,7 +37,7 @@ class Options(Packed, total=False):
     dropout: float
 
 
-@_names.show_keywords(Options)
+@keywords.show_keywords(Options)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -94,14 +94,14 @@ def attention(
     """
     with heard_by_all(k, group):
         if not options.keys() <= Options.__annotations__.keys():
-            _names.refuse_unknown(NAME, options, attention)
+            keywords.refuse_unknown(NAME, options, attention)
         shard = Shard(q, k, v, slopes, group, **options)
     shard.meet()
     out, lse = shard.attend(needed_halo(shard), implementation)
     return (out, lse) if return_lse else out
 
 
-@_names.show_keywords(Packed)
+@keywords.show_keywords(Packed)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -146,7 +146,7 @@ def attention_varlen(
     function = f"{NAME}_varlen"
     with heard_by_all(k, group):
         if not options.keys() <= Packed.__annotations__.keys():
-            _names.refuse_unknown(function, options, attention_varlen)
+            keywords.refuse_unknown(function, options, attention_varlen)
         for name, x in (("q", q), ("k", k), ("v", v)):
             if len(shape := describe(name, x, function).shape) != 3:
                 raise ValueError(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linbias import _request, _seen, _values
+from linbias import _request
+from linbias._request import checks, seen
 from linbias.torch.call import Slopes, as_int64, as_slopes, autocast, describe, prepare, run
 from linbias.torch.context_parallel.halo import LEFT, RIGHT, Fetch, Halo
 from linbias.torch.context_parallel.processes import Group, gather, gather_told, rank_and_size
@@ -67,7 +68,7 @@ class Shard:
             NAME, q, k, v, left, right_slopes=right, **placed, **options
         )
         p = self.problem
-        self.window = _seen.check_window(NAME, window, p.causal)
+        self.window = seen.check_window(NAME, window, p.causal)
         if p.any_order:
             raise ValueError(f"{NAME}: positions must not fall; sort the whole sequence by them")
         if p.T != p.S:
@@ -138,7 +139,7 @@ class Shard:
             self._join_ranges(ranges.long().cpu().unflatten(1, (p.B, 2)), starts)
         total = sum(lengths)
         if self.key_range is not None:
-            _values.check_ranges(NAME, "key_range", self.key_range.numpy(), total)
+            checks.check_ranges(NAME, "key_range", self.key_range.numpy(), total)
         edges = [0, total] if self.documents is None else self.documents.flatten().tolist()
         if edges[:1] != [0] or edges[-1] != total or edges != sorted(edges):
             raise ValueError(

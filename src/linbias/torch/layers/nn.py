@@ -5,7 +5,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
-from linbias import _names, _seen
+from linbias._request import keywords, seen
 from linbias.schedules import is_causal
 from linbias.torch.functional import attention, attention_weights
 from linbias.torch.layers import masks
@@ -105,7 +105,7 @@ class MultiheadAttention(Heads):
         **unknown: Never,
     ) -> None:
         if unknown:
-            _names.refuse_unknown("MultiheadAttention", unknown, MultiheadAttention)
+            keywords.refuse_unknown("MultiheadAttention", unknown, MultiheadAttention)
         super().__init__(
             embed_dim,
             num_heads,
@@ -123,7 +123,7 @@ class MultiheadAttention(Heads):
             device=device,
             dtype=dtype,
         )
-        _seen.check_window("MultiheadAttention", window, is_causal(self.variant))
+        seen.check_window("MultiheadAttention", window, is_causal(self.variant))
         self.batch_first = batch_first
         self.window = window
 

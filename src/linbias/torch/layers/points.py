@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Never
 import torch
 from torch import Tensor, nn
 
-from linbias import _names
+from linbias._request import keywords
 from linbias.torch.layers import masks
 from linbias.torch.layers.heads import Heads, Layout
 from linbias.torch.operators import transforms
@@ -72,7 +72,7 @@ class PointAttention(Heads):
         **unknown: Never,
     ) -> None:
         if unknown:
-            _names.refuse_unknown("PointAttention", unknown, PointAttention)
+            keywords.refuse_unknown("PointAttention", unknown, PointAttention)
         if variant not in ("symmetric", "none"):
             raise ValueError(
                 "PointAttention: points know no left and right: variant must be symmetric or none,"

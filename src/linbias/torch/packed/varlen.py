@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linbias import _names, _request, _seen, _values
-from linbias._request import Rule, axes
+from linbias import _request
+from linbias._request import Rule, axes, checks, keywords, seen
 from linbias.torch import standing
 from linbias.torch.call import (
     Slopes,
@@ -49,7 +49,7 @@ class Options(TypedDict, total=False):
     tolerance: float | None
 
 
-@_names.show_keywords(Options)
+@keywords.show_keywords(Options)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -94,7 +94,7 @@ def attention_varlen(
         torch.Size([5, 2, 4])
     """
     if not options.keys() <= Options.__annotations__.keys():
-        _names.refuse_unknown("attention_varlen", options, attention_varlen)
+        keywords.refuse_unknown("attention_varlen", options, attention_varlen)
     refuse_shard("attention_varlen")
     for name, array in (("q", q), ("k", k), ("v", v)):
         shape = describe(name, array, "attention_varlen").shape
@@ -156,7 +156,7 @@ def _run(call: packed.Packed) -> packed.Results:
         # The empty result is a function of its arguments, too, with gradients of zeros.
         nothing = sum(y.sum() for y in (q, k, v, left, right) if y is not None)
         outs, lses = [outs[0] + nothing], [lses[0] + nothing]
-    _seen.check_window("attention_varlen", call.window, call.causal)
+    seen.check_window("attention_varlen", call.window, call.causal)
     options: dict[str, Any] = {"causal": call.causal, "scale": call.scale, "lse": True}
     options |= {"dropout": call.dropout, "tolerance": call.tolerance, "window": call.window}
     if call.query_range is not None:
@@ -278,7 +278,7 @@ def _as_places(options: dict[str, Any], q: Tensor, k: Tensor) -> None:
     # What is no tensor yet is read along its last axis: that of the tokens, for a while.
     for name in totals:
         if not isinstance(x := options.get(name), Tensor) and x is not None:
-            options[name] = _values.as_array(function, name, x).T
+            options[name] = checks.as_array(function, name, x).T
     turned = [name for name in totals if isinstance(options.get(name), np.ndarray)]
     standing.as_tensors(function, options, q.device)
     for name, (total, n) in totals.items():

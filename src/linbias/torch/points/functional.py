@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linbias import _dispatch, _names, _request, _values
-from linbias._request import Request
+from linbias import _dispatch, _request
+from linbias._request import Request, checks, keywords
 from linbias.torch.addresses import without_lost_threads
 from linbias.torch.call import Slopes, as_slopes, autocast, describe
 from linbias.torch.constant import default_slopes
@@ -70,7 +70,7 @@ def attention_points(
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
-@_names.show_keywords(Options, _DEFAULTS)
+@keywords.show_keywords(Options, _DEFAULTS)
 def attention_points(
     q: Tensor,
     k: Tensor,
@@ -147,7 +147,7 @@ def attention_points(
     """
     function = "attention_points"
     if not options.keys() <= Options.__annotations__.keys():
-        _names.refuse_unknown(function, options, attention_points)
+        keywords.refuse_unknown(function, options, attention_points)
     refuse_shard(function)
     compiles = torch.compiler.is_compiling()  # which knows nothing of processes
     with contextlib.nullcontext() if compiles else without_lost_threads():
@@ -251,7 +251,7 @@ def _prepare(
 def as_points(function: str, name: str, points: Points) -> Tensor:
     """Points as a tensor, of a list or an array too."""
     if not isinstance(points, Tensor):
-        return torch.as_tensor(_values.real_array(function, name, points))
+        return torch.as_tensor(checks.real_array(function, name, points))
     if points.is_complex() or points.dtype == torch.bool:
         kind = str(points.dtype).removeprefix("torch.")
         raise TypeError(f"{function}: {name} must hold real numbers, got {kind}")
@@ -264,7 +264,7 @@ def as_points(function: str, name: str, points: Points) -> Tensor:
 
 def _as_counts(function: str, B: int, num_points: Counts) -> Tensor:
     if not isinstance(num_points, Tensor):
-        num_points = torch.as_tensor(_values.real_array(function, "num_points", num_points))
+        num_points = torch.as_tensor(checks.real_array(function, "num_points", num_points))
     rules.check_num_points(function, B, describe("num_points", num_points, function))
     return num_points
 
@@ -287,7 +287,7 @@ def _check_values(
     slope, counts = _read(slopes), _read(num_points)
     place, asking = _read(points), _read(query_points)
     if slope is not None:
-        _values.check_slope_values(function, "slopes", slope, finite=True)
+        checks.check_slope_values(function, "slopes", slope, finite=True)
     if counts is not None:
         rules.check_num_points_values(function, counts, first + points.shape[-2])
     if place is not None and (num_points is None) == (counts is None):

@@ -2,7 +2,7 @@
 
 A front end makes a `Request` of its arrays and options, and describes the arrays by shape, dtype
 name and device; `check` answers with the sizes of the call or raises. Rules on values stand apart
-(_values.py), for front ends that can read them cheaply. `fill` says what is meant by what a call
+(checks.py), for front ends that can read them cheaply. `fill` says what is meant by what a call
 leaves open.
 
 To add an argument to attention: here a field of `Request`, a row of `RULES` if it is an array,
@@ -22,7 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from linbias._seen import NO_WINDOW, check_window, is_number, ranges_of_queries
+from linbias._request.seen import NO_WINDOW, check_window, is_number, ranges_of_queries
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 

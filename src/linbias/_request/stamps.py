@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from linbias._request import check_holds
-from linbias._values import as_array
+from linbias._request.checks import as_array
 
 Array = npt.NDArray[Any]
 
