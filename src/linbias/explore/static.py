@@ -5,7 +5,6 @@ from html import escape
 
 from linbias import _matrix, example
 from linbias._matrix import Matrix
-from linbias.explain_html import table
 from linbias.explore.data import character
 from linbias.schedules import slopes, written
 
@@ -55,11 +54,17 @@ def scrolling_table(
     caption: str, columns: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> str:
     """A table of text with a row for each name, which scrolls in itself where it is too wide."""
-    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-    lines = zip(map(escape, names), cells, strict=True)
-    shown = table(f"<span>{escape(caption)}</span>", ["", *map(escape, columns)], lines)
-    region = f'role="region" tabindex="0" aria-label="{escape(caption)}"'
-    return f'<div class="scroll" {region}>{shown}</div>'
+    heads = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    lines = []
+    for name, row in zip(names, rows, strict=True):
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        lines.append(f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>')
+    title = escape(caption)
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{title}">'
+        f"<table><caption><span>{title}</span></caption>"
+        f"<thead><tr><td></td>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+    )
 
 
 def picture() -> str:
