@@ -1,9 +1,9 @@
 // The controls of the view "How": a head and its slopes, and what else can be changed.
 
 import { areChapters, VARIANTS } from "./attention.js";
-import { onNewColours, paintWeights, ramp } from "./colours.js";
+import { paintWeights, rampsOf } from "./colours.js";
 import { choice, parseNumber, slider, textField } from "./controls.js";
-import { component, element, note, onDraw, prose, uniqueId } from "./dom.js";
+import { element, keyed, note, onDraw, prose, uniqueId } from "./dom.js";
 import { evenHeads, slopesOf, slopeText } from "./how_state.js";
 import { general } from "./numbers.js";
 
@@ -32,35 +32,33 @@ function headPicker({ state, headsOf, onChange }) {
   const name = uniqueId("head");
   let painted = []; // the heads whose pictures stand there
 
-  function option(head, h) {
-    const side = state.tokens.length;
+  function option(_, h) {
+    const slope = () => slopeText(headsOf()[h]);
     const input = {
-      type: "radio", name, value: h, checked: h === state.head,
-      "aria-label": `Head ${h}, ${slopeText(head)}`, on: { change: () => onChange(h) },
+      type: "radio", name, value: h, checked: () => h === state.head,
+      "aria-label": () => `Head ${h}, ${slope()}`, on: { change: () => onChange(h) },
     };
     return element("label.option",
       element("input", input),
-      element("canvas", { "aria-hidden": true, width: side, height: side }),
-      element("span", `head ${h}`, element("small", slopeText(head))),
+      element("canvas", { "aria-hidden": true }),
+      element("span", `head ${h}`, element("small", slope)),
     );
   }
 
-  const picker = component(() => element("div.heads", () => headsOf().map(option)));
-  const box = picker.element;
+  const box = element("div.heads", keyed(() => headsOf().length, () => headsOf().map(option)));
+  const ramps = rampsOf(box, [["--surface", "--accent"]], () => paint([]));
 
   function paint(before) {
-    const colours = ramp(box, "--surface", "--accent");
+    const [colours] = ramps();
     painted = headsOf();
     painted.forEach((head, h) => {
       if (head === before[h]) return;
       const canvas = box.children[h].querySelector("canvas");
-      paintWeights(canvas, canvas.width, head.with.weights, colours);
+      paintWeights(canvas, head.with.T, head.with.weights, colours);
     });
   }
 
-  onDraw(picker.draw);
   onDraw(() => paint(painted));
-  onNewColours(box, () => paint([]));
   return element("fieldset.control", element("legend.label", "Head"), box);
 }
 
