@@ -2,30 +2,9 @@
 
 import { areChapters, VARIANTS } from "./attention.js";
 import { paintWeights, rampsOf } from "./colours.js";
-import { choice, parseNumber, slider, textField } from "./controls.js";
+import { choice, slider, slopeSlider, textField } from "./controls.js";
 import { element, keyed, note, onDraw, prose, uniqueId } from "./dom.js";
 import { evenHeads, slopesOf, slopeText } from "./how_state.js";
-import { general } from "./numbers.js";
-
-// Positions of a slider of slopes: 0, then powers of two from 2^-10 to 2 in steps of an eighth.
-const EIGHTHS = 11 * 8 + 1;
-
-const slopeAt = (position) => position === 0 ? 0 : 2 ** ((position - 1) / 8 - 10);
-
-function positionOf(slope) {
-  if (slope === 0) return 0;
-  return Math.min(Math.max(Math.round((Math.log2(slope) + 10) * 8) + 1, 1), EIGHTHS);
-}
-
-function slopeSlider(label, value, onInput) {
-  const fractions = [256, 64, 16, 4].map((n) => ({ value: 1 / n, label: `1/${n}` }));
-  return slider({
-    label, min: 0, max: EIGHTHS, value, onInput,
-    toText: general, toValue: slopeAt, toPosition: positionOf,
-    parse: (text) => parseNumber(text, 0, 1000),
-    marks: [{ value: 0, label: "0" }, ...fractions, { value: 1, label: "1" }],
-  });
-}
 
 // The choice of a head: a small picture of each head's weights over its number and slope.
 function headPicker({ state, headsOf, onChange }) {
@@ -109,8 +88,9 @@ export function howControls({ example, change, state, headsOf }) {
   const isAsymmetric = () => state.variant === "asymmetric";
   const looksRight = () => of("left") === Infinity;
   const label = () => `Slope${looksRight() ? " to the right" : isAsymmetric() ? " to the left" : ""}`;
-  const left = slopeSlider(label, () => of(looksRight() ? "right" : "left"), set("left"));
-  const right = slopeSlider("Slope to the right", () => of("right"), set("right"));
+  const control = (name, value, onInput) => slopeSlider({ label: name, most: 1000, value, onInput });
+  const left = control(label, () => of(looksRight() ? "right" : "left"), set("left"));
+  const right = control("Slope to the right", () => of("right"), set("right"));
   onDraw(() => (right.hidden = !isAsymmetric()));
   const isReset = () => [state.left, state.right].every((own) => Object.keys(own).length === 0);
   const reset = element("button", { disabled: isReset, on: { click: () => change(fresh) } },

@@ -3,7 +3,7 @@
 import { mean } from "./attention.js";
 import { component, element, keyed, note, onDraw } from "./dom.js";
 import { openSides } from "./how_state.js";
-import { general, printed, slopeFraction } from "./numbers.js";
+import { general, printed } from "./numbers.js";
 import { dataTable } from "./table.js";
 
 // view() gives { state, heads, slopes }; draw() draws what is open.
