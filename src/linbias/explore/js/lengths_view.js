@@ -2,7 +2,7 @@
 
 import { lineChart } from "./chart.js";
 import { choice } from "./controls.js";
-import { component, element, keyed, mount, note, prose, section } from "./dom.js";
+import { element, keyed, mount, note, prose, section } from "./dom.js";
 import { grouped, signedPercent } from "./numbers.js";
 import { dataTable } from "./table.js";
 
@@ -84,19 +84,12 @@ export function mountLengths(root, { methods, results: { runs } }) {
         context yet; right of the dashed line there is more than the model was ever trained on.`),
       chart(() => positionChart(group, methods)),
     ),
-    element("div.measured", measured),
+    element("div.measured", keyed(() => group, measured)),
     element("details", { open: Boolean(run.findings) },
       element("summary", "How this was made"), note(() => run.scored),
       element("dl.facts", () => Object.entries(run.made).map(fact)),
     ),
   ]);
-}
-
-// What `build` makes, drawn once.
-function drawn(build) {
-  const made = component(build);
-  made.draw();
-  return made.element;
 }
 
 const WAYS = {
@@ -135,7 +128,7 @@ function finishedTable({ caption: title, note: remark, heads, rows }, methods) {
   const caption = remark ? `${title} (${remark})` : title;
   const cellText = (cell) => (cell === null ? "no rows" : signed(cell));
   const rowOf = ({ method, cells }) => ({ head: methods[method].label, cells: cells.map(cellText) });
-  return drawn(() => dataTable(() => ({ caption, columns: heads, rows: rows.map(rowOf) }), "method"));
+  return dataTable(() => ({ caption, columns: heads, rows: rows.map(rowOf) }), "method");
 }
 
 const signed = (text) => text.replace(/(?<!\w)-(?=\d)/g, "\u2212");
