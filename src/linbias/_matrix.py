@@ -1,6 +1,6 @@
 """Matrices to look at: what stands in each cell, and how dark it is.
 
-The terminal, HTML, SVG and Matplotlib paint them, and decide nothing of that again.
+The terminal, SVG and Matplotlib paint them, and decide nothing of that again.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,6 @@ class Scale(NamedTuple):
 
 
 OF_WEIGHTS = Scale(WEIGHTS[0], 1.0)
-SMALL_WEIGHTS = OF_WEIGHTS._replace(power=0.5)  # without numbers: most weights are small
 
 
 class Matrix(NamedTuple):

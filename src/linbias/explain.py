@@ -10,7 +10,6 @@ import numpy.typing as npt
 from linbias._arrays import Float64, Options, prepare, split_heads
 from linbias._matrix import printable
 from linbias.definition import compute
-from linbias.explain_html import html
 from linbias.schedules import in_words
 
 
@@ -50,10 +49,6 @@ class Explanation:
         *batch, H, T, S = self.scores.shape
         of = f" for a batch {batch}" if batch else ""
         return f"Explanation({H} heads, {T} queries, {S} keys{of}; table() shows it)"
-
-    def _repr_html_(self) -> str:
-        """The weights of each head and the steps of the last row, for notebooks."""
-        return html(self)
 
     def slopes_in_words(self, head: int) -> str:
         """The slopes of a head, without those of a hidden side."""

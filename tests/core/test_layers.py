@@ -24,8 +24,7 @@ LAYERS = {
     "_dispatch": {"_request"},
     "definition": {"_arrays", "_request"},
     "_matrix": {"definition", "methods", "schedules"},
-    "explain": {"_arrays", "definition", "explain_html", "schedules", "_matrix"},
-    "explain_html": {"definition", "_matrix"},
+    "explain": {"_arrays", "definition", "schedules", "_matrix"},
     "near_to_far": {"_arrays", "definition", "_request"},
     "streams": {"definition"},
     "kernels": {"_cpu", "_machine"} | CORE,
@@ -42,7 +41,7 @@ LAYERS = {
     "plots": {"_request", "_matrix", "definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,
-    "explore": {"example", "_matrix", "explain_html", "definition", "models"} | ANYONE,
+    "explore": {"example", "_matrix", "definition", "models"} | ANYONE,
     "doctor": {"torch", "jax", "kernels", "models", "_run"} | CORE | ANYONE,
     "cli": {"lm", "paper", "models", "data", "_run", "definition", "_matrix", "explain", "example"}
     | {"explore", "methods", "schedules", "doctor", "__version__"},

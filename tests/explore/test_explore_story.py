@@ -184,21 +184,6 @@ def test_the_words_may_be_anyones(visit, explorer_file):
     assert page.locator("img, b, script:not(#data)").count() == 1  # the page's script
 
 
-def test_links_lead_to_what_the_package_names(monkeypatch):
-    class Metadata:
-        def get_all(self, name):
-            assert name == "Project-URL"
-            return ["Source, https://example.org/code", "Documentation, https://example.org/docs"]
-
-    paper = "https://arxiv.org/abs/2108.12409"
-    monkeypatch.setattr("importlib.metadata.metadata", lambda name: Metadata())
-    code = {"paper": paper, "code": "https://example.org/code"}
-    assert data.links() == {**code, "docs": "https://example.org/docs"}
-    assert data.links("index.html") == {**code, "docs": "index.html"}
-    monkeypatch.setattr(Metadata, "get_all", lambda self, name: None)
-    assert data.links() == {"paper": paper}
-
-
 def test_the_page_links_to_the_paper_and_its_own_documentation(visit, tmp_path):
     path = tmp_path / "page.html"
     path.write_text(explore.page(docs="index.html"), encoding="utf-8")

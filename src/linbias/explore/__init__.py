@@ -12,10 +12,8 @@ Its files:
     notebook.py  the page inside a notebook
 """
 
-import sys
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from linbias import _extras
 from linbias.explore import data, frame
@@ -123,14 +121,3 @@ def slope_card(place: str) -> str:
     given = ", ".join(map(frame.to_json, (data.example(), read_style("story.css"))))
     start = f"startCard(document.getElementById({frame.to_json(place)}), {given});"
     return f'"use strict";\n(() => {{\n{bundle("slope_story.js")}{start}\n}})();\n'
-
-
-class _Module(ModuleType):
-    def __call__(self, *args: object, **options: object) -> NoReturn:
-        raise TypeError(
-            "linbias.explore is a module: call linbias.explore.widget() in a notebook, or "
-            "linbias.explore.page() for HTML"
-        )
-
-
-sys.modules[__name__].__class__ = _Module

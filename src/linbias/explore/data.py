@@ -1,9 +1,7 @@
-"""What Python puts into the page: the chapter's example, the README's run, links, and what methods
-look like.
-"""
+"""What Python puts into the page: the chapter's example, the README's run, looks of methods."""
 
 import json
-from importlib import metadata, resources
+from importlib import resources
 from typing import Any
 
 from linbias.example import TOKENS, K, Q, V
@@ -21,11 +19,6 @@ CHARACTERS = (
     (0.1, "Broad"),
     (0.0, "Near-global"),
 )
-
-
-def character(lost: float) -> str:
-    """The character of a head whose keys at distance 10 lose this much."""
-    return next(name for least, name in CHARACTERS if lost >= least)
 
 
 # A text to make the example longer: the ten words of the chapter's fifth exercise, and more.
@@ -74,15 +67,7 @@ def example() -> dict[str, Any]:
     }
 
 
-_PAPER = "https://arxiv.org/abs/2108.12409"
-_URLS = {"docs": "documentation", "code": "source"}  # the labels of a project's addresses
-
-
 def links(docs: str | None = None) -> dict[str, str]:
-    """The addresses behind "The paper", "Documentation" (docs, if given) and "Code", if known."""
-    lines = metadata.metadata("linbias").get_all("Project-URL") or []
-    urls = {label.lower(): url for label, url in (line.split(", ", 1) for line in lines)}
-    known = {name: urls[label] for name, label in _URLS.items() if label in urls}
-    if docs:
-        known["docs"] = docs
-    return {"paper": _PAPER, **known}
+    """The addresses behind "The paper" and, if it is given, "Documentation"."""
+    paper = {"paper": "https://arxiv.org/abs/2108.12409"}
+    return {**paper, "docs": docs} if docs else paper

@@ -1,29 +1,16 @@
-"""What is shown where scripts do not run: a picture of the chapter's weights, and its tables."""
+"""What is shown where scripts do not run: the chapter's weights as a picture, tables as HTML."""
 
 from collections.abc import Sequence
 from html import escape
 
 from linbias import _matrix, example
-from linbias._matrix import Matrix
-from linbias.explain_html import table
-from linbias.explore.data import character
-from linbias.schedules import slopes, written
 
 CELL, NAMES, GAP, MARGIN = 64, 44, 40, 16  # sizes of the picture
 PAPER, INK = "#faf8f3", "#23211d"  # as in style.css, for a picture that stands alone
 
 
 def static_part() -> str:
-    """HTML without scripts: the chapter's weights, their mean, the outputs, slopes of 8 heads."""
-    trace, _ = example.trace(causal=False)
-    heads = _matrix.of_weights(trace)
-    output = example.side_by_side(trace.output)
-    entries = [f"dim-{i}" for i in range(output.shape[1])]
-    shown = [
-        *(matrix._replace(title=_title(matrix)) for matrix in heads),
-        _matrix.average_of(heads, "Mean of both heads"),
-        Matrix("Outputs", output, heads[0].rows, entries),
-    ]
+    """HTML without scripts: in words what this is, and the chapter's weights."""
     parts = [
         "<h1>Attention with linear biases</h1>",
         "<p>ALiBi adds a bias to the score of each key, &minus;slope &times; distance, in place "
@@ -32,40 +19,31 @@ def static_part() -> str:
         "example, compare how methods of giving positions do at lengths beyond the trained one, "
         "and see which keys need not be read.</p>",
         picture(),
-        *(scrolling_table(m.title, m.columns, m.rows, m.texts()) for m in shown),
-        _slopes(),
     ]
     return "\n".join(parts)
-
-
-def _title(matrix: Matrix) -> str:
-    return f"Weights of {matrix.title}"
-
-
-def _slopes() -> str:
-    rows = [
-        [written(m), f"{-10 * m:g}".replace("-", "\N{MINUS SIGN}"), character(10 * m)]
-        for m in slopes(8).tolist()
-    ]
-    columns = ["slope", "bias at distance 10", "character"]
-    return scrolling_table("Slopes of eight heads", columns, [f"head {h}" for h in range(8)], rows)
 
 
 def scrolling_table(
     caption: str, columns: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> str:
     """A table of text with a row for each name, which scrolls in itself where it is too wide."""
-    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-    lines = zip(map(escape, names), cells, strict=True)
-    shown = table(f"<span>{escape(caption)}</span>", ["", *map(escape, columns)], lines)
-    region = f'role="region" tabindex="0" aria-label="{escape(caption)}"'
-    return f'<div class="scroll" {region}>{shown}</div>'
+    heads = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    lines = []
+    for name, row in zip(names, rows, strict=True):
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        lines.append(f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>')
+    title = escape(caption)
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{title}">'
+        f"<table><caption><span>{title}</span></caption>"
+        f"<thead><tr><td></td>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+    )
 
 
 def picture() -> str:
     """SVG of the chapter's weights, side by side; alone it stands on a light ground of its own."""
     matrices = _matrix.of_weights(example.trace(causal=False)[0])
-    tokens = matrices[0].columns
+    tokens, titles = matrices[0].columns, [f"Weights of {matrix.title}" for matrix in matrices]
     side = NAMES + CELL * len(tokens)
     width, height = len(matrices) * (side + GAP) - GAP, side + 24
     box = f"{-MARGIN} {-MARGIN} {width + 2 * MARGIN} {height + 2 * MARGIN}"
@@ -73,7 +51,7 @@ def picture() -> str:
     cells, marks = [], []
     for h, matrix in enumerate(matrices):
         left = h * (side + GAP) + NAMES
-        marks.append(f'<text x="{left}" y="14">{escape(_title(matrix))}</text>')
+        marks.append(f'<text x="{left}" y="14">{escape(titles[h])}</text>')
         rows = zip(matrix.rows, matrix.texts(), matrix.shades(), strict=True)
         for t, (name, texts, shades) in enumerate(rows):
             top = NAMES + 24 + t * CELL
@@ -86,7 +64,7 @@ def picture() -> str:
                 marks.append(_label(x + CELL / 2, middle, "middle", text))
     return (
         f'<svg class="picture" xmlns="http://www.w3.org/2000/svg" viewBox="{box}" width="{width}"'
-        f' role="img" aria-label="{escape("; ".join(map(_title, matrices)))}"'
+        f' role="img" aria-label="{escape("; ".join(titles))}"'
         f' font-family="sans-serif" font-size="14" fill="{INK}"><rect class="ground"'
         f' x="{-MARGIN}" y="{-MARGIN}" width="100%" height="100%" fill="{PAPER}"/>'
         f'<g fill="{_matrix.OF_WEIGHTS.colour}">{"".join(cells)}</g>{"".join(marks)}</svg>'

@@ -2,7 +2,6 @@
 
 import io
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from matplotlib import rc_context
@@ -71,8 +70,3 @@ def laid_out(ax: Axes) -> Figure:
     if ax.get_subplotspec() is not None and figure.get_layout_engine() is None:
         figure.set_layout_engine("constrained")
     return figure
-
-
-def write_tokens(ax: Axes, axis: str, names: Sequence[str], **options: Any) -> None:
-    place = ax.set_xticks if axis == "x" else ax.set_yticks
-    place(range(len(names)), names, parse_math=False, **options)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,8 +50,11 @@ def loss_by_length(
     Source: Press, Smith and Lewis, ICLR 2022, figure 4.
     """
     from linbias.lm.report import figures, findings
+    from linbias.lm.report.summary import read_run
 
-    records = _read(results) if isinstance(results, str | os.PathLike) else list(results)
+    if isinstance(results, str | os.PathLike):
+        results = read_run("plots.loss_by_length", Path(results)).evaluations
+    records = list(results)
     if not records:
         raise ValueError("plots.loss_by_length: results must hold an evaluation, got none")
     lengths = findings.train_lengths(records)
@@ -75,32 +79,11 @@ def loss_by_length(
         size = (across, rows * min(2.4, 0.72 * across / columns))
         figure = PaperFigure(figsize=size, layout="constrained")
         panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
-        for number, panel in enumerate(panels):
-            if number < len(lengths):
-                figures.draw_loss_by_length(panel, records, lengths[number], figures.COLUMN)
-                if len(lengths) > 1:
-                    panel.set_title(f"trained on {lengths[number]:,} tokens")
-            else:
+        for panel, length in zip_longest(panels, lengths):
+            if length is None:
                 panel.remove()
+                continue
+            figures.draw_loss_by_length(panel, records, length, figures.COLUMN)
+            if len(lengths) > 1:
+                panel.set_title(f"trained on {length:,} tokens")
     return figure
-
-
-def _read(folder: str | os.PathLike[str]) -> "list[EvaluationRecord]":
-    import json
-
-    from linbias.lm.report.records import ExtrapolationResults
-
-    path = Path(folder) / "results.json"
-    try:
-        results = json.loads(path.read_text("utf-8"))
-        return list(ExtrapolationResults.from_dict(results).evaluations)
-    except OSError as error:
-        raise ValueError(
-            "plots.loss_by_length: results must be the folder of a finished linbias extrapolate, "
-            f"got {folder} ({path.name}: {error.strerror})"
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            "plots.loss_by_length: results must be those of linbias extrapolate, got "
-            f"{path} ({error})"
-        ) from error

@@ -20,7 +20,7 @@ from linbias._request import keywords
 from linbias.definition import Float64
 from linbias.explain import Explanation
 from linbias.methods import BIAS
-from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches, laid_out, write_tokens
+from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches, laid_out
 
 _RASTERED_FROM = 100  # keys: beyond, so many rectangles make files large
 _MOST_TOKENS = 40  # names along an axis
@@ -240,9 +240,9 @@ def _panel(ax: Axes, matrix: Matrix, cell: float) -> QuadMesh:
     )
     ax.set(xlim=(-0.5, S - 0.5), ylim=(T - 0.5, -0.5), aspect="equal", title=matrix.title)
     if matrix.columns and S <= _MOST_TOKENS:
-        upright = max(map(len, matrix.columns)) * _LETTER > cell
-        write_tokens(ax, "x", matrix.columns, rotation=90 if upright else 0)
-        write_tokens(ax, "y", matrix.rows)
+        rotation = 90 if max(map(len, matrix.columns)) * _LETTER > cell else 0
+        ax.set_xticks(range(S), matrix.columns, parse_math=False, rotation=rotation)
+        ax.set_yticks(range(T), matrix.rows, parse_math=False)
         ax.tick_params(length=0)
     else:
         for axis in (ax.xaxis, ax.yaxis):

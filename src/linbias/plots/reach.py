@@ -138,13 +138,15 @@ def _draw(
 ) -> None:
     heads = np.arange(len(names))
     begin = np.ones(len(names)) * 0.9  # a head that looks at its own position only has a bar, too
+    bars: list[Any] = []
     for share, end, colour in zip(shares, holding, _COLOURS, strict=False):
-        ax.barh(heads, end - begin, left=begin, height=0.72, color=colour, label=f"{share:.4g}")
+        look: dict[str, Any] = {"height": 0.72, "color": colour, "label": f"{share:.4g}"}
+        bars.append(ax.barh(heads, end - begin, left=begin, **look))
         begin = end
+    marks: list[Any] = []
     if read is not None:
-        ax.plot(
-            read, heads, "|", color=_READ, markersize=7, markeredgewidth=1.4, label="read to here"
-        )
+        look = {"color": _READ, "markersize": 7, "markeredgewidth": 1.4, "label": "read to here"}
+        marks = ax.plot(read, heads, "|", **look)
     ax.set_xscale("log", base=2)
     ax.set_xlim(0.9, 1.15 * num_keys)
     ticks = [4**power for power in range(int(math.log(num_keys, 4)) + 1)]
@@ -156,10 +158,6 @@ def _draw(
         ax.spines[side].set_visible(False)
     ax.tick_params(axis="y", length=0)
     ax.set_xlabel("tokens from the query outwards")
-    handles, labels = ax.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda i: labels[i] == "read to here")
-    ax.legend(
-        [handles[i] for i in order], [labels[i] for i in order],
-        title="share of the weight", loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=5,
-        frameon=False, handlelength=1.0, columnspacing=1.0, handletextpad=0.4,
-    )  # fmt: skip
+    above = {"loc": "lower center", "bbox_to_anchor": (0.4, 1.0), "ncols": 5, "frameon": False}
+    narrow = {"handlelength": 1.0, "columnspacing": 1.0, "handletextpad": 0.4}
+    ax.legend(handles=[*bars, *marks], title="share of the weight", **above, **narrow)

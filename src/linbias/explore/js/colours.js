@@ -14,7 +14,7 @@ function colour(node, name) {
 }
 
 // 256 steps from one colour variable to another, where `node` stands.
-export function ramp(node, from, to) {
+function ramp(node, from, to) {
   const [start, end] = [colour(node, from), colour(node, to)];
   const mixed = (share) => start.map((low, c) => Math.round(low + (end[c] - low) * share));
   return Array.from({ length: 256 }, (_, i) => mixed(i / 255));
@@ -49,10 +49,17 @@ export function wantsLightText(shade) {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b < READABLE;
 }
 
-// Calls back when what was painted in `node` may have the wrong colours: once it stands in a page, since it
-// has none before, and when that turns light or dark, by the system or by the switch.
-export function onNewColours(node, callback) {
-  new ResizeObserver(callback).observe(node);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", callback);
-  document.addEventListener("linbias-theme", callback);
+// A function that gives the ramps between these pairs of colour variables where `node` stands. They are looked
+// up again, and `repaint` is called, when they may have changed: once the node stands in a page, since it has
+// no colours before, and when that turns light or dark, by the system or by the switch.
+export function rampsOf(node, pairs, repaint) {
+  let ramps = null;
+  function renew() {
+    ramps = null;
+    repaint();
+  }
+  new ResizeObserver(renew).observe(node);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", renew);
+  document.addEventListener("linbias-theme", renew);
+  return () => (ramps ??= pairs.map(([from, to]) => ramp(node, from, to)));
 }

@@ -2,6 +2,7 @@
 // element that draws the value() of its owner, and tells it of changes made by hand.
 
 import { element, now, onDraw, setText, uniqueId } from "./dom.js";
+import { general, slopeFraction } from "./numbers.js";
 
 // One of a few, as radio buttons in one bar; options [{ value, label }], or the values alone.
 export function choice({ label, options, value, onInput }) {
@@ -80,6 +81,21 @@ export function slider({
     ),
     message,
   );
+}
+
+const SLOPE_MARKS = [0, 1 / 256, 1 / 64, 1 / 16, 1 / 4, 1];
+
+// A slider of slopes: 0, then powers of two from 2^-10 to 2 in steps of an eighth. A typed slope is at most
+// `most`.
+export function slopeSlider({ label, most, value, onInput, toText = general }) {
+  const [nothing, step] = [-10 - 1 / 8, 1 / 8];
+  return slider({
+    label, min: nothing, max: 1, step, value, onInput, toText,
+    toValue: (position) => (position === nothing ? 0 : 2 ** position),
+    toPosition: (slope) => (slope === 0 ? nothing : Math.max(Math.log2(slope), nothing + step)),
+    parse: (text) => parseNumber(text, 0, most),
+    marks: SLOPE_MARKS.map((slope) => ({ value: slope, label: slopeFraction(slope) })),
+  });
 }
 
 // A number within bounds, a fraction such as 1/8 too.

@@ -13,6 +13,7 @@ export const svgElement = (kind, ...rest) => make((name) => document.createEleme
 function make(create, kind, rest) {
   const [name, ...classes] = kind.split(".");
   const node = create(name);
+  if (draws !== null) lasting.add(node);
   if (classes.length > 0) node.setAttribute("class", classes.join(" "));
   if (rest[0]?.constructor === Object) setAll(node, rest.shift());
   const fill = () => patch(node, rest.map(now));
@@ -39,21 +40,32 @@ export function setAll(node, attributes) {
     } else if (value === null || value === undefined || (value === false && !isAria)) {
       node.removeAttribute(name);
     } else {
-      node.setAttribute(name, value === true && !isAria ? "" : value);
+      setAttribute(node, name, value === true && !isAria ? "" : String(value));
     }
   }
 }
 
-// Makes the children of a node those that are given. An old one that is like the new one in its place stays,
-// with its listeners, and takes what differs: all else would cost a layout.
+// Writing what is there already would still cost the browser a layout.
+function setAttribute(node, name, value) {
+  if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+}
+
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+// Makes the children of a node those that are given. Nodes of a component go where they are given; of others,
+// made to be drawn once, an old one like the new one in its place stays, with its listeners, and takes what
+// differs.
 function patch(node, given) {
   const children = given.flat(2).filter(Boolean);
   children.forEach((child, i) => {
     const [old, fresh] = [node.childNodes[i], child instanceof Node ? child : new Text(child)];
     if (!old) node.append(fresh);
-    else if (old.nodeName !== fresh.nodeName) old.replaceWith(fresh);
+    else if (old === fresh) return;
+    else if (lasting.has(fresh) || old.nodeName !== fresh.nodeName) old.replaceWith(fresh);
     else if (fresh instanceof Text) setText(old, fresh.data);
-    else if (old !== fresh && !old.isEqualNode(fresh)) become(old, fresh);
+    else if (!old.isEqualNode(fresh)) become(old, fresh);
   });
   while (node.childNodes.length > children.length) node.lastChild.remove();
 }
@@ -64,12 +76,13 @@ function become(old, fresh) {
     const value = fresh.getAttribute(name);
     if (name === "checked") old.checked = value !== null;
     if (value === null) old.removeAttribute(name);
-    else if (value !== old.getAttribute(name)) old.setAttribute(name, value);
+    else setAttribute(old, name, value);
   }
   patch(old, [...fresh.childNodes]);
 }
 
 let draws = null; // what the component that is being made draws again
+const lasting = new WeakSet(); // the nodes of components
 
 export const onDraw = (callback) => draws.push(callback);
 
@@ -81,6 +94,18 @@ export function component(build) {
   const made = build();
   draws = outer;
   return { element: made, draw: () => own.forEach((draw) => draw()) };
+}
+
+// A function that gives what `build` makes, drawn again at each call, and made anew when key() is another one.
+export function keyed(key, build) {
+  let [made, known] = [null, null];
+  return () => {
+    const wanted = key();
+    if (wanted !== known) made = component(build);
+    known = wanted;
+    made.draw();
+    return made.element;
+  };
 }
 
 // Puts the elements that `build` makes into a page, and gives the function that draws them.
@@ -99,11 +124,6 @@ export const section = (title, ...children) => element("section", element("h3", 
 // Words over several lines of code as one line: prose`...`.
 export const prose = (parts, ...values) =>
   parts.map((part, i) => part.replace(/ *\n */g, " ") + (values[i] ?? "")).join("");
-
-// Writing a text that is there already would still cost the browser a layout.
-export function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text;
-}
 
 // Where a key takes a cursor that stands at `here` among 0 .. last; null if it is not to walk.
 export function walked(event, here, last, { down = 1, page = 10 } = {}) {

@@ -1,6 +1,6 @@
 // All heads of a model, layers x heads: a picture of each one's weights above a number.
 
-import { onNewColours, paintWeights, ramp } from "./colours.js";
+import { paintWeights, rampsOf } from "./colours.js";
 import { choice } from "./controls.js";
 import { component, element, onDraw, roving, walked } from "./dom.js";
 import { headWords, rowOfBias, shrunk, slopeName } from "./model_words.js";
@@ -98,16 +98,16 @@ export function headsGrid({ reading, weights, state, onSelect }) {
   }
 
   function paint() {
-    const colours = ramp(box, "--surface", "--accent");
+    const [colours] = ramps();
     for (const { canvas, values } of pictures) paintWeights(canvas, side, values, colours);
   }
 
   const reveal = () => revealWithin(box, buttonAt(state.layer, state.head));
-  onDraw(made.draw);
-  onDraw(reveal);
-  onNewColours(box, () => {
+  const ramps = rampsOf(box, [["--surface", "--accent"]], () => {
     paint();
     reveal();
   });
+  onDraw(made.draw);
+  onDraw(reveal);
   return made.element;
 }

@@ -2,16 +2,15 @@
 // than a millisecond. A screen reader meets a grid of rows: each says its largest number, the cell under the
 // cursor is announced, and small matrices have numbers in cells.
 
-import { onNewColours, paintCells, ramp, wantsLightText } from "./colours.js";
-import { announcer, component, element, onDraw, walked } from "./dom.js";
+import { paintCells, rampsOf, wantsLightText } from "./colours.js";
+import { announcer, component, element, keyed, onDraw, roving, walked } from "./dom.js";
 
 export const MOST_NUMBERS = 10; // columns whose cells hold numbers
 const MOST_LABELS = 24; // names that stand beside each other
 const LEAST_WIDTH = 40; // pixels of a cell below which a number would be too small to read
 
 // Grey below zero, the accent above; where values lie below the lowest colour, it says so.
-function scaleLegend({ low, high, power, text, values, hidden }) {
-  const beyond = values.some((value, i) => value < low && !hidden?.[i]);
+function scaleLegend({ low, high, power, text }, beyond) {
   const mixed = (share) => `color-mix(in srgb, var(--accent) ${100 * share}%, var(--surface))`;
   const stops = [0, 0.25, 0.5, 0.75, 1].map((x) => `${mixed(x)} ${100 * x ** (1 / power)}%`);
   const style = { "background-image": `linear-gradient(to right, ${stops.join(", ")})` };
@@ -33,7 +32,8 @@ export function heatmap({ shownOf, onSelect, onPoint = null }) {
   const spoken = announcer();
   let shown = null;
   let names = "";
-  let ramps = null;
+  let largest = []; // of each row: in which column its largest number is
+  let beyond = false; // whether a number is below the lowest colour
   let width = 0; // of the canvas, in pixels
   let pointed = null; // { row, at } of the cell under the pointer
   let column = -1; // of the keyboard's cursor; -1: on the row's name
@@ -50,44 +50,46 @@ export function heatmap({ shownOf, onSelect, onPoint = null }) {
     return element(`div.heat-name${skipped}`, { role, title: name }, element("bdi", name));
   }
 
+  // The row and column of a cell in words, and its number.
+  function inWords(t, s) {
+    const { rows, columns, values, text, exact = text } = shown;
+    return [rows[t], columns[s], exact(values[t * columns.length + s])];
+  }
+
   function rowOf(name, t, rows) {
-    const { columns, values, text, exact = text, selected } = shown;
-    const isChosen = t === selected;
-    const start = t * columns.length;
-    const row = Array.from(values.slice(start, start + columns.length));
-    const best = row.reduce((most, value, s) => (value > row[most] ? s : most), 0);
+    function label() {
+      const [, at, number] = inWords(t, largest[t]);
+      return `${name}: largest ${number} at ${at}`;
+    }
     const attributes = {
-      role: "row", "aria-selected": isChosen, tabindex: isChosen ? 0 : -1,
-      "aria-label": `${name}: largest ${exact(row[best])} at ${columns[best]}`,
+      role: "row", class: () => (pointed?.row === t ? "heat-row pointed" : "heat-row"),
+      ...roving(() => t === shown.selected, "aria-selected"), "aria-label": label,
     };
-    return element(pointed?.row === t ? "div.heat-row.pointed" : "div.heat-row", attributes,
+    const { columns } = shown;
+    return element("div", attributes,
       heading("rowheader", name, t, rows),
-      !isDense() && row.map((value, s) => cellOf(value, shown.hidden?.[start + s])),
+      !isDense() && columns.map((_, s) => cellOf(t * columns.length + s)),
     );
   }
 
-  function cellOf(value, isHidden) {
-    const ground = wantsLightText(shade(value)) ? "on-dark" : "on-light";
-    const look = isHidden ? "hidden-key" : ground;
-    return element(`div.heat-cell.${look}`, { role: "gridcell" }, shown.text(value));
+  function cellOf(i) {
+    function look() {
+      const ground = wantsLightText(shade(shown.values[i])) ? "on-dark" : "on-light";
+      return `heat-cell ${shown.hidden?.[i] ? "hidden-key" : ground}`;
+    }
+    return element("div", { role: "gridcell", class: look }, () => shown.text(shown.values[i]));
   }
 
   function shade(value) {
-    const [above, below] = ramps;
+    const [above, below] = ramps();
     const end = value < 0 ? shown.low : shown.high;
     const share = end === 0 ? 0 : Math.min(1, value / end) ** shown.power;
     return (value < 0 ? below : above)[Math.round(255 * share)];
   }
 
-  function pointedCell() {
-    const { rows, columns, values, text, exact = text } = shown;
-    const { row, at } = pointed;
-    return [rows[row], columns[at], exact(values[row * columns.length + at])];
-  }
-
   function readout() {
     if (pointed === null) return "";
-    const [row, at, number] = pointedCell();
+    const [row, at, number] = inWords(pointed.row, pointed.at);
     return `${row} \u2192 ${at}  ${number}`;
   }
 
@@ -107,29 +109,46 @@ export function heatmap({ shownOf, onSelect, onPoint = null }) {
       pointerleave: leave, focusout: leave,
     };
     const heads = () => shown.columns.map((...name) => heading("columnheader", ...name));
+    const rows = () => shown.rows.map(rowOf);
     return element("div.heatmap",
       element("div.heat-grid", grid,
-        element("div.heat-columns", { role: "row" }, heads),
+        element("div.heat-columns", { role: "row" }, keyed(() => names, heads)),
         element("div.heat-area", { on: listeners },
           canvas,
-          element("div.heat-rows", { role: "rowgroup" }, () => shown.rows.map(rowOf)),
+          element("div.heat-rows", { role: "rowgroup" }, keyed(() => names, rows)),
           element("div.heat-cursor", cursor),
         ),
       ),
       element("p.under",
-        element("span.legend", { "aria-hidden": true }, () => scaleLegend(shown)),
+        element("span.legend", { "aria-hidden": true }, () => scaleLegend(shown, beyond)),
         element("span.readout", { "aria-hidden": true }, readout),
       ),
       spoken.element,
     );
   });
 
+  const pairs = [["--surface", "--accent"], ["--surface", "--negative"]];
+  const ramps = rampsOf(canvas.parentNode, pairs, () => {
+    width = canvas.clientWidth;
+    if (shown === null) return;
+    paint();
+    map.draw();
+  });
+
   function paint() {
     const { rows, columns, values, hidden } = shown;
-    ramps = ["--accent", "--negative"].map((name) => ramp(canvas.parentNode, "--surface", name));
     // Where a cell is hidden, the hatching behind it shows.
     const shadeOf = (i) => (hidden?.[i] ? null : shade(values[i]));
     paintCells(canvas, columns.length, rows.length, shadeOf);
+  }
+
+  function survey() {
+    const { rows, columns, values, hidden, low } = shown;
+    largest = rows.map((_, t) => {
+      const row = values.slice(t * columns.length, (t + 1) * columns.length);
+      return row.reduce((best, value, s) => (value > row[best] ? s : best), 0);
+    });
+    beyond = values.some((value, i) => value < low && !hidden?.[i]);
   }
 
   // Puts the cursor on a cell, or takes it away (at < 0).
@@ -163,24 +182,23 @@ export function heatmap({ shownOf, onSelect, onPoint = null }) {
     else select(to);
     pointAt(shown.selected, column);
     if (!along) return;
-    const [row, at, number] = pointed ? pointedCell() : [];
-    spoken.say(pointed ? `${row} to ${at}: ${number}` : shown.rows[shown.selected]);
+    if (pointed === null) return spoken.say(shown.rows[shown.selected]);
+    const [row, at, number] = inWords(pointed.row, pointed.at);
+    spoken.say(`${row} to ${at}: ${number}`);
   }
 
   onDraw(() => {
     const before = shown;
     shown = shownOf();
     const wanted = JSON.stringify([shown.rows, shown.columns]);
-    if (wanted !== names) [pointed, column] = [null, -1];
+    const isRenamed = wanted !== names;
+    if (isRenamed) [pointed, column] = [null, -1];
     names = wanted;
     const parts = ["values", "hidden", "low", "high", "power"];
-    if (parts.some((part) => before?.[part] !== shown[part])) paint();
-    map.draw();
-  });
-  onNewColours(canvas.parentNode, () => {
-    width = canvas.clientWidth;
-    if (shown === null) return;
-    paint();
+    if (isRenamed || parts.some((part) => before?.[part] !== shown[part])) {
+      survey();
+      paint();
+    }
     map.draw();
   });
   return { element: map.element, point };

@@ -1,66 +1,43 @@
 // The controls of the view "How": a head and its slopes, and what else can be changed.
 
 import { areChapters, VARIANTS } from "./attention.js";
-import { onNewColours, paintWeights, ramp } from "./colours.js";
-import { choice, parseNumber, slider, textField } from "./controls.js";
-import { component, element, note, onDraw, prose, uniqueId } from "./dom.js";
+import { paintWeights, rampsOf } from "./colours.js";
+import { choice, slider, slopeSlider, textField } from "./controls.js";
+import { element, keyed, note, onDraw, prose, uniqueId } from "./dom.js";
 import { evenHeads, slopesOf, slopeText } from "./how_state.js";
-import { general } from "./numbers.js";
-
-// Positions of a slider of slopes: 0, then powers of two from 2^-10 to 2 in steps of an eighth.
-const EIGHTHS = 11 * 8 + 1;
-
-const slopeAt = (position) => position === 0 ? 0 : 2 ** ((position - 1) / 8 - 10);
-
-function positionOf(slope) {
-  if (slope === 0) return 0;
-  return Math.min(Math.max(Math.round((Math.log2(slope) + 10) * 8) + 1, 1), EIGHTHS);
-}
-
-function slopeSlider(label, value, onInput) {
-  const fractions = [256, 64, 16, 4].map((n) => ({ value: 1 / n, label: `1/${n}` }));
-  return slider({
-    label, min: 0, max: EIGHTHS, value, onInput,
-    toText: general, toValue: slopeAt, toPosition: positionOf,
-    parse: (text) => parseNumber(text, 0, 1000),
-    marks: [{ value: 0, label: "0" }, ...fractions, { value: 1, label: "1" }],
-  });
-}
 
 // The choice of a head: a small picture of each head's weights over its number and slope.
 function headPicker({ state, headsOf, onChange }) {
   const name = uniqueId("head");
   let painted = []; // the heads whose pictures stand there
 
-  function option(head, h) {
-    const side = state.tokens.length;
+  function option(_, h) {
+    const slope = () => slopeText(headsOf()[h]);
     const input = {
-      type: "radio", name, value: h, checked: h === state.head,
-      "aria-label": `Head ${h}, ${slopeText(head)}`, on: { change: () => onChange(h) },
+      type: "radio", name, value: h, checked: () => h === state.head,
+      "aria-label": () => `Head ${h}, ${slope()}`, on: { change: () => onChange(h) },
     };
     return element("label.option",
       element("input", input),
-      element("canvas", { "aria-hidden": true, width: side, height: side }),
-      element("span", `head ${h}`, element("small", slopeText(head))),
+      element("canvas", { "aria-hidden": true }),
+      element("span", `head ${h}`, element("small", slope)),
     );
   }
 
-  const picker = component(() => element("div.heads", () => headsOf().map(option)));
-  const box = picker.element;
+  const box = element("div.heads", keyed(() => headsOf().length, () => headsOf().map(option)));
+  const ramps = rampsOf(box, [["--surface", "--accent"]], () => paint([]));
 
   function paint(before) {
-    const colours = ramp(box, "--surface", "--accent");
+    const [colours] = ramps();
     painted = headsOf();
     painted.forEach((head, h) => {
       if (head === before[h]) return;
       const canvas = box.children[h].querySelector("canvas");
-      paintWeights(canvas, canvas.width, head.with.weights, colours);
+      paintWeights(canvas, head.with.T, head.with.weights, colours);
     });
   }
 
-  onDraw(picker.draw);
   onDraw(() => paint(painted));
-  onNewColours(box, () => paint([]));
   return element("fieldset.control", element("legend.label", "Head"), box);
 }
 
@@ -111,8 +88,9 @@ export function howControls({ example, change, state, headsOf }) {
   const isAsymmetric = () => state.variant === "asymmetric";
   const looksRight = () => of("left") === Infinity;
   const label = () => `Slope${looksRight() ? " to the right" : isAsymmetric() ? " to the left" : ""}`;
-  const left = slopeSlider(label, () => of(looksRight() ? "right" : "left"), set("left"));
-  const right = slopeSlider("Slope to the right", () => of("right"), set("right"));
+  const control = (name, value, onInput) => slopeSlider({ label: name, most: 1000, value, onInput });
+  const left = control(label, () => of(looksRight() ? "right" : "left"), set("left"));
+  const right = control("Slope to the right", () => of("right"), set("right"));
   onDraw(() => (right.hidden = !isAsymmetric()));
   const isReset = () => [state.left, state.right].every((own) => Object.keys(own).length === 0);
   const reset = element("button", { disabled: isReset, on: { click: () => change(fresh) } },

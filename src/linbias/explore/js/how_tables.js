@@ -1,9 +1,9 @@
 // The tables of the view "How": a query's row, and others in parts that fill while they are open.
 
 import { mean } from "./attention.js";
-import { component, element, note } from "./dom.js";
+import { component, element, keyed, note, onDraw } from "./dom.js";
 import { openSides } from "./how_state.js";
-import { general, printed, slopeFraction } from "./numbers.js";
+import { general, printed } from "./numbers.js";
 import { dataTable } from "./table.js";
 
 // view() gives { state, heads, slopes }; draw() draws what is open.
@@ -141,29 +141,30 @@ export function rowTable(of) {
   const heading = ({ head, kind }) => element(`th${kind}`, { scope: "col" }, head);
   const headings = [{ head: "key", kind: "" }, ...ROW_COLUMNS].map(heading);
   const region = { tabindex: 0, role: "region", "aria-label": "The chosen query\u2019s row" };
+  let row = null;
+  let largest = 0;
+  onDraw(() => {
+    row = of();
+    largest = Math.max(...row.weights, ...row.without);
+  });
 
-  function rows() {
-    const { tokens, hidden, ...values } = of();
-    const { weights, without } = values;
-    const largest = Math.max(...weights, ...without);
-    return tokens.map((token, s) => {
-      const [thick, thin] = [weights, without].map((all) => asWidth(all[s] / largest));
-      const name = [element("i", String(s)), element("bdi", token)];
-      return element(hidden[s] ? "tr.unread" : "tr",
-        element("th", { scope: "row", title: token }, name),
-        ROW_COLUMNS.map((column) => element(`td${column.kind}`, printed(values[column.name][s]))),
-        element("td.track", {
-          "aria-hidden": true, style: { "background-size": `${thick} 0.7rem, ${thin} 2px` },
-        }),
-      );
-    });
+  function line(token, s) {
+    const bars = () => {
+      const [thick, thin] = [row.weights, row.without].map((all) => asWidth(all[s] / largest));
+      return { "background-size": `${thick} 0.7rem, ${thin} 2px` };
+    };
+    return element("tr", { class: () => row.hidden[s] && "unread" },
+      element("th", { scope: "row", title: token }, element("i", String(s)), element("bdi", token)),
+      ROW_COLUMNS.map(({ kind, name }) => element(`td${kind}`, () => printed(row[name][s]))),
+      element("td.track", { "aria-hidden": true, style: bars }),
+    );
   }
 
   return element("div.scroll.row-box", region,
     element("table.row-table",
-      element("caption.unseen", () => of().caption),
+      element("caption.unseen", () => row.caption),
       element("thead", element("tr", headings, element("td"))),
-      element("tbody", rows),
+      element("tbody", keyed(() => row.tokens, () => row.tokens.map(line))),
     ),
   );
 }

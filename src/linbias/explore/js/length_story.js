@@ -1,7 +1,7 @@
 // What it is good for: lines of loss that draw themselves as one moves the length past that of training. The
 // slider is the chart's own axis: its thumb stands under the ends of the lines.
 
-import { horizontalLine, mainLast, paintOf, pathOf, svgText, verticalLine, yTick } from "./chart.js";
+import { mainLast, paintOf, pathOf, svgText, verticalLine, yTick } from "./chart.js";
 import { component, element, onDraw, prose, svgElement, uniqueId } from "./dom.js";
 import { decimalsOf, grouped, roundTicks, scaleOf, signedPercent, spread, ticksWithRoom } from "./numbers.js";
 import { storySlider } from "./slope_story.js";

@@ -2,41 +2,39 @@
 
 import { lineChart } from "./chart.js";
 import { choice } from "./controls.js";
-import { component, element, mount, note, prose, section } from "./dom.js";
+import { element, keyed, mount, note, prose, section } from "./dom.js";
 import { grouped, signedPercent } from "./numbers.js";
 import { dataTable } from "./table.js";
 
 export function mountLengths(root, { methods, results: { runs } }) {
   const switchedOff = new Set();
-  const [lengths, reads] = [element("div"), element("div")];
   let run = runs[0];
   let group = run.groups[0];
   let read = "lengths";
 
-  // A choice among pairs of value and label, where there is more than one; `take` sets the value.
-  function offer(label, options, value, take) {
+  // A choice of value(), where there is more than one; `take` sets it.
+  function offer(label, values, text, value, take) {
     const onInput = (to) => {
       take(to);
       draw();
     };
-    const items = options.map(([own, words]) => ({ value: own, label: words }));
-    return options.length > 1 && drawn(() => choice({ label, value: () => value, onInput, options: items }));
+    const options = values.map((one) => ({ value: one, label: text(one) }));
+    return values.length > 1 && choice({ label, options, value, onInput });
   }
 
-  // What a run gives to choose from. Runs of the command measure segments alone.
-  function open(next) {
-    run = next;
+  // Runs of the command measure segments alone.
+  const ways = () => Object.keys(WAYS).filter((way) => group.lines.every((line) => line[way]));
+
+  function open(to) {
+    run = to;
     group = run.groups[0];
-    const trained = run.groups.map((one) => [one.train_length, grouped(one.train_length)]);
-    const ways = Object.keys(WAYS).filter((way) => group.lines.every((line) => line[way]));
-    if (!ways.includes(read)) read = "lengths";
-    const says = ways.map((way) => [way, WAYS[way].label]);
-    const takeLength = (length) => {
-      group = run.groups.find((one) => one.train_length === length);
-    };
-    lengths.replaceChildren(offer("Trained on, tokens", trained, group.train_length, takeLength) || "");
-    reads.replaceChildren(offer("Read the text", says, read, (way) => (read = way)) || "");
+    if (!ways().includes(read)) read = "lengths";
   }
+
+  const lengthText = (one) => grouped(one.train_length);
+  const lengths = () => offer("Trained on, tokens", run.groups, lengthText, () => group, (to) => (group = to));
+  const wayText = (way) => WAYS[way].label;
+  const reads = () => offer("Read the text", ways(), wayText, () => read, (to) => (read = to));
 
   const trainedOn = () => grouped(group.train_length);
   const chart = (specOf) => lineChart(specOf, { switchedOff, onSwitch: () => draw() });
@@ -58,20 +56,18 @@ export function mountLengths(root, { methods, results: { runs } }) {
 
   const measured = () => run.cost && section("What training cost", finishedTable(run.cost, methods));
 
-  open(run);
   const draw = mount(root, () => [
     element("h2", "Train short, test long"),
     element("p.lede", () => prose`Language models that differ only in how they represent the order of tokens,
       trained on ${trainedOn()} tokens at a time and tested on up to ${grouped(group.test_lengths.at(-1))}.`),
     element("div.said", said),
     element("div.abreast",
-      runs.length > 1 && element("div",
-        offer("Run", runs.map((one, i) => [i, one.name]), 0, (number) => open(runs[number])),
-      ),
-      lengths,
+      runs.length > 1 && element("div", offer("Run", runs, (one) => one.name, () => run, open)),
+      element("div", keyed(() => run, lengths)),
     ),
     section("Loss by test length",
-      note(() => WAYS[read].says), reads, chart(() => lengthChart(group, methods, read)),
+      note(() => WAYS[read].says), element("div", keyed(() => run, reads)),
+      chart(() => lengthChart(group, methods, read)),
       dataTable(losses, "method"), note(() => seedsInWords(run)),
     ),
     section("Loss by position",
@@ -79,19 +75,12 @@ export function mountLengths(root, { methods, results: { runs } }) {
         context yet; right of the dashed line there is more than the model was ever trained on.`),
       chart(() => positionChart(group, methods)),
     ),
-    element("div.measured", measured),
+    element("div.measured", keyed(() => group, measured)),
     element("details", { open: Boolean(run.findings) },
       element("summary", "How this was made"), note(() => run.scored),
       element("dl.facts", () => Object.entries(run.made).map(fact)),
     ),
   ]);
-}
-
-// What `build` makes, drawn once.
-function drawn(build) {
-  const made = component(build);
-  made.draw();
-  return made.element;
 }
 
 const WAYS = {
@@ -130,7 +119,7 @@ function finishedTable({ caption: title, note: remark, heads, rows }, methods) {
   const caption = remark ? `${title} (${remark})` : title;
   const cellText = (cell) => (cell === null ? "no rows" : signed(cell));
   const rowOf = ({ method, cells }) => ({ head: methods[method].label, cells: cells.map(cellText) });
-  return drawn(() => dataTable(() => ({ caption, columns: heads, rows: rows.map(rowOf) }), "method"));
+  return dataTable(() => ({ caption, columns: heads, rows: rows.map(rowOf) }), "method");
 }
 
 const signed = (text) => text.replace(/(?<!\w)-(?=\d)/g, "\u2212");

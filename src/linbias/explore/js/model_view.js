@@ -3,7 +3,7 @@
 import { lineChart } from "./chart.js";
 import { largestOf } from "./colours.js";
 import { choice } from "./controls.js";
-import { component, element, mount, note, onDraw, prose, section } from "./dom.js";
+import { element, keyed, mount, note, onDraw, prose, section } from "./dom.js";
 import { headsGrid } from "./heads_grid.js";
 import { heatmap } from "./heatmap.js";
 import {
@@ -44,8 +44,10 @@ export function mountModel(root, { model: data, methods }, memory) {
     log: { is: oneOf([0, 1]), start: false },
   }, () => draw());
   const guessing = models.filter(({ bits }) => bits !== null);
-  const attention = element("div.model-attention");
-  let panel = null;
+  const makePanel = () => {
+    const make = reading().weights === null ? withoutWeights : attentionPanel;
+    return make({ data, reading: reading(), state, change, bind });
+  };
 
   function lede() {
     const { name, num_layers: layers, num_heads: heads, num_tokens: T } = reading();
@@ -59,16 +61,6 @@ export function mountModel(root, { model: data, methods }, memory) {
     const [name, rest] = openingWords(reading());
     const open = { on: { click: () => change(openingOf(state.model)) } };
     return [element("button.in-words", open, name), rest];
-  }
-
-  function drawAttention() {
-    const one = reading();
-    if (panel?.reading !== one) {
-      const make = one.weights === null ? withoutWeights : attentionPanel;
-      panel = { reading: one, ...component(() => make({ data, reading: one, state, change, bind })) };
-      attention.replaceChildren(panel.element);
-    }
-    panel.draw();
   }
 
   const column = (one) =>
@@ -88,7 +80,6 @@ export function mountModel(root, { model: data, methods }, memory) {
     );
 
   const draw = mount(root, () => {
-    onDraw(drawAttention);
     const shown = choice({
       label: "Position method", value: () => state.model,
       options: models.map((one, i) => ({ value: i, label: labelOf(one) })),
@@ -100,7 +91,7 @@ export function mountModel(root, { model: data, methods }, memory) {
       ...data.notes.map((words) => note(words)),
       element("p.note", { hidden: () => reading().note === null }, () => reading().note),
       element("p.answer", answer),
-      attention,
+      element("div.model-attention", keyed(() => reading(), makePanel)),
       guessing.length > 0 && losses(),
       note(prose`Weights are kept in 16 bits: what is shown is within 0.00001 of what the model computed.
         Nothing is sent anywhere.`),

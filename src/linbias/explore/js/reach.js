@@ -2,7 +2,7 @@
 
 import { slopes } from "./attention.js";
 import { prose } from "./dom.js";
-import { LEFT, normals, numVisible, prepareQuery, RIGHT, visit, windowOf } from "./near_to_far.js";
+import { LEFT, normals, numVisible, prepareQuery, visit, windowOf } from "./near_to_far.js";
 import { grouped, scientific } from "./numbers.js";
 import { oneOf, wholeUpTo, within } from "./saved.js";
 

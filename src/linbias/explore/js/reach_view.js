@@ -1,7 +1,7 @@
 // Near to far: which keys one query reads in each head, where it stops, and what that leaves out.
 
 import { lineChart } from "./chart.js";
-import { choice, parseNumber, slider } from "./controls.js";
+import { choice, parseNumber, slider, slopeSlider } from "./controls.js";
 import { component, debounce, element, mount, note, onDraw, prose, section } from "./dom.js";
 import { general, grouped, scientific, slopeFraction, wholePercent } from "./numbers.js";
 import {
@@ -118,7 +118,6 @@ export function mountReach(root, data, memory) {
 
 // The default tolerances; of 16 bits 2^-14 for float16, 2^-12 for bfloat16.
 const DTYPES = [[-53, "float64"], [-24, "float32"], [-13, "16 bits"]];
-const NO_SLOPE = -11; // the slider's first position
 
 function reachControls(state, change, bind) {
   const choiceOf = (label, name, values, text = String) =>
@@ -145,13 +144,9 @@ function reachControls(state, change, bind) {
 }
 
 function headSlopeControl(state, value, change) {
-  const control = slider({
-    label: "Slope of the head", min: NO_SLOPE, max: 1, step: 0.25, value, toText: slopeFraction,
-    toValue: (position) => (position === NO_SLOPE ? 0 : 2 ** position),
-    toPosition: (slope) => (slope === 0 ? NO_SLOPE : Math.log2(slope)),
-    parse: (text) => parseNumber(text, 0, 2),
-    marks: [0, 1 / 256, 1 / 16, 1].map((slope) => ({ value: slope, label: slopeFraction(slope) })),
-    onInput: (slope) => change({ slope }),
+  const onInput = (slope) => change({ slope });
+  const control = slopeSlider({
+    label: "Slope of the head", most: 2, value, toText: slopeFraction, onInput,
   });
   const reset = { disabled: () => state.slope === null, on: { click: () => change({ slope: null }) } };
   return element("div.abreast", control, element("button", reset, "Reset slope"));

@@ -48,11 +48,9 @@ export function savedState(memory, rules, draw, tidy = (state) => state) {
     draw();
     keep();
   }
-  return { state, change, bind: binder(state, change) };
+  const bind = (name) => ({ value: () => state[name], onInput: (value) => change({ [name]: value }) });
+  return { state, change, bind };
 }
-
-export const binder = (state, change) => (name) =>
-  ({ value: () => state[name], onInput: (value) => change({ [name]: value }) });
 
 export const oneOf = (values) => (value) => values.includes(value);
 export const within = (low, high) => (value) => low <= value && value <= high;

@@ -1,7 +1,7 @@
 // A strip of keys for each head: how much each weighs, how exactly it is computed, a frame around what is
 // read, and the query. Each is a button that chooses its head; arrow keys walk them.
 
-import { onNewColours, paintCells, ramp } from "./colours.js";
+import { paintCells, rampsOf } from "./colours.js";
 import { component, element, onDraw, walked } from "./dom.js";
 
 const FAINTEST = 1e-9; // the weight that is drawn as nothing: colours go by its logarithm
@@ -14,6 +14,7 @@ export function strips({ shownOf, onSelect }) {
   const radios = { role: "radiogroup", "aria-label": "Heads" };
   const made = component(() => element("div.strips", radios, () => shown.rows.map(stripRow)));
   const list = made.element;
+  const ramps = rampsOf(list, [["--paper", "--accent"]], () => shown && paint());
 
   function stripRow({ name, slope, visit, count, leftOut, bands }, head) {
     const { first, end, position, numKeys } = visit;
@@ -61,7 +62,7 @@ export function strips({ shownOf, onSelect }) {
   }
 
   function paint() {
-    const steps = ramp(list, "--paper", "--accent");
+    const [steps] = ramps();
     shown.rows.forEach(({ visit: { numKeys, weights } }, head) => {
       const canvas = list.children[head].querySelector("canvas");
       const { width } = canvas;
@@ -78,7 +79,6 @@ export function strips({ shownOf, onSelect }) {
     made.draw();
     paint();
   });
-  onNewColours(list, () => shown && paint());
   new ResizeObserver(() => shown && made.draw()).observe(list);
 
   const heads = ["", "slope", "keys", "keys read", "left out"];

@@ -7,7 +7,7 @@ import { grouped } from "./numbers.js";
 import { savedState, within } from "./saved.js";
 import { slopeStory, STORY_SLOPE, STORY_WORDS } from "./slope_story.js";
 
-const LINK_NAMES = { paper: "The paper", docs: "Documentation", code: "Code" };
+const LINK_NAMES = { paper: "The paper", docs: "Documentation" };
 
 export function mountWhy(root, { example, results, methods, links }, memory, go) {
   const hasLosses = ({ lines }) => lines.some((line) => line.lengths.some(({ y }) => y !== null));

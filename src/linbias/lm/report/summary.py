@@ -33,11 +33,12 @@ def read_results(folders: Sequence[Path]) -> dict[str, Any]:
         >>> linbias.explore.page(results=read_results(["output/extrapolate"]))  # doctest: +SKIP
     """
     paths = [Path(folder) for folder in folders]
-    return {"runs": [summary(_read_one(path), path.resolve().name) for path in paths]}
+    return {"runs": [summary(read_run("explore", path), path.resolve().name) for path in paths]}
 
 
-def _read_one(folder: Path) -> ExtrapolationResults:
-    rule = "explore: results must be a folder that `linbias extrapolate` finished"
+def read_run(function: str, folder: Path) -> ExtrapolationResults:
+    """Read what a run left in its folder; an error names the function that was asked for it."""
+    rule = f"{function}: results must be a folder that `linbias extrapolate` finished"
     path = folder / "results.json"
     if not path.is_file():
         state = "no results.json"
