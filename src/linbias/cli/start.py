@@ -113,7 +113,7 @@ def slopes(
     """
     from linbias import schedules
     from linbias.cli.tables import NumberTable
-    from linbias.explore.data import character
+    from linbias.explore.data import CHARACTERS
 
     values = schedules.slopes(heads, schedule, max_bias)
     if as_json:
@@ -126,7 +126,8 @@ def slopes(
         added = -_FAR * slope
         left = f"{np.exp(added):.2g}" if added < -5 else f"{np.exp(added):.3f}"
         numbers = (f"{slope:.6g}", f"{np.log2(slope):g}", f"{added:.4g}", left, f"{1 / slope:.4g}")
-        table.add_row(str(head), *numbers, character(-added).lower())
+        character = next(name for least, name in CHARACTERS if -added >= least)
+        table.add_row(str(head), *numbers, character.lower())
     out.print(table)
     out.print(
         f"[dim]bias: what is added to a score at distance {_FAR}; factor: what that leaves of a "
