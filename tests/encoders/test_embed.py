@@ -187,6 +187,12 @@ def test_refused_spans(
     ("documents", "options", "error", "message"),
     [
         ("near", {}, TypeError, "documents must be a sequence of texts"),
+        (
+            ["near"],
+            {"device": ["cpu"]},
+            TypeError,
+            r"device must be one device or None, got \['cpu'",
+        ),
         ([("a", "near")], {}, TypeError, "documents must be a sequence of texts"),
         (["near"], {"max_length": 0}, ValueError, "max_length must be at least 1, got 0"),
         (["near"], {"max_length": 2}, ValueError, "above the 2 special tokens, got 2"),

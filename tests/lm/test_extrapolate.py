@@ -91,6 +91,10 @@ def test_a_finished_run_neither_trains_nor_measures_again(settings, finished, mo
 
     monkeypatch.setitem(extrapolate.__globals__, "evaluate", never)
     monkeypatch.setattr("transformers.Trainer.train", never)
+    path = folder / "settings.json"
+    older = json.loads(path.read_text())
+    older["training"] |= {"validate_lengths": [], "prompt": None}  # which went
+    path.write_text(json.dumps(older))
     again = extrapolate(settings, folder, command="linbias <test>", progress=False)
     assert again.evaluations == results.evaluations
     assert again.trainings == results.trainings

@@ -162,3 +162,17 @@ def test_a_text_that_is_no_utf8_is_refused_at_its_place(folder, content, message
     pieces = stream_text(folder, Slow(content), "it")
     with pytest.raises(ValueError, match=message):
         list(pieces)
+
+
+def test_a_line_that_never_ends_is_refused_where_it_is_no_utf8(folder, monkeypatch):
+    class Endless:
+        asked = 0
+
+        def read(self, count):
+            self.asked += 1
+            assert self.asked < 5, "still reading"
+            return b"\x80" * 8
+
+    monkeypatch.setattr("linbias.lm.text._LONG_LINE", 8)
+    with pytest.raises(ValueError, match="got a byte that is not UTF-8 at byte 0 of it"):
+        next(stream_text(folder, Endless(), "it"))

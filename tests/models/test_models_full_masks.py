@@ -99,6 +99,18 @@ def test_gradients_are_those_of_the_branch() -> None:
 
 
 @torch.no_grad()
+def test_slopes_that_depend_on_length_follow_the_longest_branch() -> None:
+    model = build(slope_scale="interpolate", train_length=5, num_hidden_layers=1)
+    seen, numbers, branches = tree()
+    ids = tokens(1, numbers.shape[1])
+    logits = model(ids, seen, numbers).logits
+    longest = max(map(len, branches))
+    for i, branch in enumerate(branches):
+        if len(branch) == longest:
+            assert_same(logits[:, PROMPT + i], alone(model, ids, branch))
+
+
+@torch.no_grad()
 def test_rows_have_masks_and_padding_of_their_own() -> None:
     model, ids = build(num_key_value_heads=2), tokens(2, 7)
     mask, numbers = (
@@ -122,19 +134,19 @@ def test_calls_with_bad_masks_are_explained() -> None:
     cache = model(ids[:, :3], use_cache=True).past_key_values
     behind: Any = (ids[:, 3:], mask[:, :, 3:], numbers[:, 3:], cache)
     static = StaticCache(config=model.config, max_cache_len=9)
-    others = r"must be bool, or floating point and 0 .*, at most -10000 elsewhere, got others"
     for given, message in (
         ((ids, mask[..., 1:]), r"attention_mask must .* = \[1, 1, 4, 4\], got \[1, 1, 4, 3\]"),
         ((ids, mask.expand(1, 4, 4, 4)), r"attention_mask must .* got \[1, 4, 4, 4\]"),
-        ((ids, half), others),
-        ((ids, mask.long()), others),
-        ((ids, later), r"must hide what stands after a token, but shows a key at \[0, 0, 1, 3\]"),
-        ((ids, mask, numbers[:, 1:]), r"position_ids must have .*, 4\], B = 1, got \[1, 3\]"),
-        (behind, r"position_ids must have .*, 4\], B = 1, got \[1, 1\]"),
+        ((ids, half), r"at most -10000 elsewhere, got -0\.5 at \[0, 0, 2, 1\]"),
+        ((ids, later), r"shows a key at \[0, 0, 1, 3\], 2 behind it"),
+        ((ids, mask, numbers[:, 1:]), r"position_ids of all tokens, .*, 4\], B = 1, got \[1, 3\]"),
+        (behind, r"position_ids of all tokens, the cached .*, 4\], B = 1, got \[1, 1\]"),
         ((ids, mask, None, static), r"must have shape \[B, S\] for a StaticCache"),
     ):
         with pytest.raises(ValueError, match=rf"^LinbiasModel: .*{message}"):
             model(*given)
+    with pytest.raises(TypeError, match=r"must be bool or floating point, got torch\.int64"):
+        model(ids, mask.long())
     rounded = fused("bloom", rounding="checkpoint")
     with pytest.raises(ValueError, match=r"attention_mask must .* with rounding='checkpoint'"):
         rounded(ids, attention_mask=mask)

@@ -202,7 +202,7 @@ def test_what_is_not_scored_changes_nothing() -> None:
     total = model(ids, labels=left, num_items_in_batch=12).loss
     assert float(total) == pytest.approx(float(wanted) / 2, rel=1e-6)
     nothing = torch.full((2, 3), -100)
-    assert model.prepare_decoder_input_ids_from_labels(nothing).tolist() == [[0, 0, 0]] * 2
+    assert model.prepare_decoder_input_ids_from_labels(nothing).tolist() == [[2, 0, 0]] * 2
 
 
 @torch.no_grad()
@@ -298,15 +298,17 @@ def test_seq2seq_trainer_and_collator_train_it(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     model, bare, ids = build(), build(bos_token_id=None, pad_token_id=None), tokens(2, 4)
     short = torch.ones(2, 3)
+    hidden = ids.masked_fill(ids == ids[0, 1], -100)
     started = copy.deepcopy(bare)
     started.config.decoder_start_token_id = 1
+    assert started(ids, labels=ids).loss.isfinite()
     own, range_of = {"decoder_input_ids": ids}, {"decoder_attention_mask": short}
     for one, given, message in (
         (model, {}, "give either decoder_input_ids or decoder_inputs_embeds"),
         (model, {**own, "past_key_values": DynamicCache()}, "must be an EncoderDecoderCache"),
         (model, {**own, **range_of}, r"LinbiasDecoder: attention_mask must have shape .*2, 4"),
-        (bare, {"labels": ids}, "set the decoder_start_token_id attribute of the model's config"),
-        (started, {"labels": ids}, "set the pad_token_id attribute of the model's config"),
+        (bare, {"labels": ids}, r"config\.decoder_start_token_id must be an id to shift labels"),
+        (started, {"labels": hidden}, r"config\.pad_token_id must be an id where labels hold"),
     ):
         with pytest.raises(ValueError, match=message):
             one(ids, **given)

@@ -186,9 +186,12 @@ def test_a_flattened_batch_is_read_and_learned_as_each_of_its_texts(name: str) -
     texts, weights = [torch.randint(4, VOCAB, (n,)) for n in (5, 2, 9, 5)], [*model.parameters()]
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     batch = dict(collate([{"input_ids": text.tolist()} for text in texts]))
-    assert (
-        set(MARKS) < set(batch) and "position_ids" in inspect.signature(model.forward).parameters
-    )
+    assert set(MARKS) < set(batch)
+    # Trainer keeps their columns, and a batch without position_ids is refused, not read as one.
+    assert {*MARKS, "position_ids"} <= {*inspect.signature(model.forward).parameters}
+    marks = {name: batch[name] for name in ("input_ids", *MARKS)}
+    with pytest.raises(ValueError, match="position_ids must be given by name beside cu_seq_lens"):
+        model(**marks)
     labels = torch.cat(texts)[None].masked_fill(batch["position_ids"] == 0, -100)
     marked = model(**batch | {"labels": None})
     alone = [model(x[None]).logits for x in texts]

@@ -81,7 +81,8 @@ def extrapolate(
         "corpus": {"fingerprint": corpus.fingerprint, "splits": corpus.splits},
     }
     with hold_run_folder(folder, "extrapolate"):
-        open_run_folder(folder / "settings.json", identity, "extrapolate")
+        went = [f"training.{name}" for name in ("validate_lengths", "prompt")]  # of older folders
+        open_run_folder(folder / "settings.json", identity, "extrapolate", may_change=went)
         log = JsonLog(folder / "results.jsonl")
         console = Console(stderr=True, quiet=not progress)
         trainings: list[TrainingRecord] = []

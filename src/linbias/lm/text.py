@@ -82,7 +82,7 @@ def stream_text(
         pending += block
         cut = pending.rfind(b"\n") + 1 if block else len(pending)
         if cut == 0 and len(pending) >= _LONG_LINE:
-            cut = before_character(pending, len(pending) - 3)
+            cut = before_character(pending, len(pending) - 3) or len(pending)
         part, pending = pending[:cut], pending[cut:]
         if reason := why_binary(part, start):
             raise ValueError(f"stream_text: text must be UTF-8, got {reason} of {name}")

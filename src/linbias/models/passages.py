@@ -101,6 +101,8 @@ def embed(
     for name, number in (("max_length", max_length), ("batch_size", batch_size)):
         if number is not None and number < 1:
             raise ValueError(f"embed: {name} must be at least 1, got {number}")
+    if not isinstance(device, str | torch.device | None):
+        raise TypeError(f"embed: device must be one device or None, got {device!r}")
     if spans is not None:
         spans = _checked_spans(spans, documents)
     encoder = _encoder(model, max_length)

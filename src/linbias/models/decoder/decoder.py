@@ -377,7 +377,8 @@ def reads_as(body: Forward) -> Callable[[Forward], Forward]:
 
     def with_arguments(forward: Forward) -> Forward:
         taken = inspect.signature(body).parameters | inspect.signature(forward).parameters
-        shown = [x for x in taken.values() if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
+        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        shown = [x for x in taken.values() if x.kind in kinds and x.name != "keep"]
         shown.sort(key=lambda parameter: parameter.kind)
         forward.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         return forward
@@ -398,6 +399,9 @@ def predict(
 
     Logits are at least float32; `how` goes to the loss function; `keep` = 0 means all.
     """
+    if "keep" in named:
+        name = type(model).__name__
+        raise TypeError(f"{name}: there is no argument keep; say logits_to_keep")
     wanted = (named.get(name) for name in ("output_attentions", "output_hidden_states"))
     if keep and not any(asked(model.config, *wanted)):  # which come for all tokens
         named["keep"] = keep

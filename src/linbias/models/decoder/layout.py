@@ -11,6 +11,7 @@ T = 5 tokens, none cached:
 `rows.py` says what order that is, in which tokens of a row with a hole stand together.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -126,6 +127,16 @@ def without_marks(caller: str, given: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in given.items() if name not in MARKS}
 
 
+def shown_with_marks(signature: inspect.Signature) -> inspect.Signature:
+    """A signature with `MARKS` in it: Trainer drops columns of a data set that it does not find
+    there, and texts would see each other.
+    """
+    named = inspect.Parameter.KEYWORD_ONLY
+    marks = {name: inspect.Parameter(name, named, default=None) for name in MARKS}
+    shown = {**signature.parameters, **marks}.values()
+    return signature.replace(parameters=sorted(shown, key=lambda parameter: parameter.kind))
+
+
 def takes_marks(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Let a forward that has an argument `position_ids` take `MARKS` too."""
 
@@ -133,10 +144,12 @@ def takes_marks(forward: Callable[..., Any]) -> Callable[..., Any]:
     def with_marks(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **without_marks(type(self).__name__, kwargs))
 
+    shown = shown_with_marks(inspect.signature(forward))
+    with_marks.__signature__ = shown  # type: ignore[attr-defined]
     return with_marks
 
 
-def check_position_ids(caller: str, x: Any, B: int, T: int) -> None:
+def check_position_ids(caller: str, x: Any, B: int, T: int, of_which: str = "") -> None:
     """Check that there is an integer for each of T tokens, of all rows or for all."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{caller}: position_ids must be a tensor, got {type(x).__name__}")
@@ -144,7 +157,8 @@ def check_position_ids(caller: str, x: Any, B: int, T: int) -> None:
         raise TypeError(f"{caller}: position_ids must hold integers, got {x.dtype}")
     if x.shape not in ((1, T), (B, T)):
         raise ValueError(
-            f"{caller}: position_ids must have shape [1 or B, {T}], B = {B}, got {list(x.shape)}"
+            f"{caller}: position_ids{of_which} must have shape [1 or B, {T}], B = {B}, "
+            f"got {list(x.shape)}"
         )
 
 
@@ -270,7 +284,7 @@ def read_full_mask(
         cache: Of earlier tokens; one that grows.
         position_ids: [1 or B, S], where all tokens stand. None: each at its index.
     """
-    refuse_shard("an attention_mask [B, 1, T, S]")
+    refuse_shard(f"{caller}: an attention_mask [B, 1, T, S]")
     (B, T), device = new_tokens.shape[:2], new_tokens.device
     num_cached = 0 if cache is None else int(cache.get_seq_length())
     S, shape = num_cached + T, list(attention_mask.shape)
@@ -286,15 +300,22 @@ def read_full_mask(
         )
     mask = attention_mask[:, 0].to(device)
     if mask.dtype != torch.bool:
-        if not mask.is_floating_point() or not ((mask == 0) | (mask <= _HIDDEN)).all():
+        if not mask.is_floating_point():
+            raise TypeError(
+                f"{caller}: attention_mask [B, 1, T, S] must be bool or floating point, got "
+                f"{mask.dtype}"
+            )
+        if len(wrong := (~(mask == 0) & ~(mask <= _HIDDEN)).nonzero()):
+            b, t, s = wrong[0].tolist()
             raise ValueError(
-                f"{caller}: attention_mask [B, 1, T, S] must be bool, or floating point and 0 "
-                f"where a token sees a key, at most {_HIDDEN:g} elsewhere, got others"
+                f"{caller}: attention_mask must be 0 where a token sees a key, and at most "
+                f"{_HIDDEN:g} elsewhere, got {float(mask[b, t, s]):g} at [{b}, 0, {t}, {s}]"
             )
         mask = mask == 0
     positions = torch.arange(S, device=device)[None]
     if position_ids is not None:
-        check_position_ids(caller, position_ids, B, S)
+        of_which = " of all tokens, the cached ones too,"
+        check_position_ids(caller, position_ids, B, S, of_which)
         positions = position_ids.to(device).long()
     new = positions[:, num_cached:]
     distances = new[..., None] - positions[:, None]
@@ -302,7 +323,7 @@ def read_full_mask(
         b, t, s = found[0].tolist()
         raise ValueError(
             f"{caller}: attention_mask must hide what stands after a token, but shows a key at "
-            f"[{b}, 0, {t}, {s}]"
+            f"[{b}, 0, {t}, {s}], {-int(distances[b % len(distances), t, s])} behind it"
         )
     return TokenLayout(new, distances=distances.masked_fill(~mask, -1))
 

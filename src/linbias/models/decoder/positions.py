@@ -155,7 +155,10 @@ class LinearBias:
 
     def _masked(self, q: Tensor, distances: Tensor) -> dict[str, Any]:
         """As `fall`, but all of the bias is in a mask: the order of keys means nothing."""
-        fall = self.fall(q, distances.shape[2], NO_OPTIONS)
+        # Slopes that follow the length take that of the longest branch.
+        length = distances.amax((1, 2)).expand(len(q))[:, None] + 1
+        branch = AttendOptions(key_range=torch.cat([torch.zeros_like(length), length], 1))
+        fall = self.fall(q, distances.shape[2], branch)
         slopes, distances = fall["slopes"], distances[:, None]
         bias = (-slopes[..., None, None] * distances).masked_fill(distances < 0, -math.inf)
         return {**fall, "slopes": torch.zeros_like(slopes), "mask": bias, "causal": False}

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
-from transformers.models.encoder_decoder.modeling_encoder_decoder import shift_tokens_right
 from transformers.utils import can_return_tuple
 
 from linbias.models.decoder import decoder
@@ -29,6 +29,7 @@ from linbias.models.decoder.linbias import (
 from linbias.models.decoder.positions import AttendOptions, Biased, Position, make_position
 from linbias.models.decoder.rows import Rows
 from linbias.torch.constant import constant
+from linbias.torch.operators.values import readable
 
 
 class Everywhere(Biased):
@@ -269,13 +270,23 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, decoder.Gen
         labels              5 6 7 -100       -100 5 6 7
         decoder_input_ids   start 5 6 7       pad start 5 6
         """
-        start = self.config.decoder_start_token_id
+        name, start = type(self).__name__, self.config.decoder_start_token_id
         padding: Any = getattr(self.config, "pad_token_id", None)
-        shifted: Tensor = shift_tokens_right(labels, padding, start)
+        if start is None:
+            raise ValueError(
+                f"{name}: config.decoder_start_token_id must be an id to shift labels, got None"
+            )
         is_scored = labels != -100
-        is_at_start = is_scored.cumsum(-1) - is_scored.int() == 0  # nothing is scored before it
-        shifted = shifted.masked_fill(is_at_start, padding)
-        return shifted.masked_fill(is_at_start & is_scored, start)
+        if padding is None:
+            if readable(is_scored) is not None and not is_scored.all():
+                raise ValueError(
+                    f"{name}: config.pad_token_id must be an id where labels hold -100, got None"
+                )
+            padding = start
+        shifted = pad(labels.masked_fill(~is_scored, padding)[:, :-1], (1, 0), value=padding)
+        at_start = is_scored & (is_scored.cumsum(-1) == 1)
+        at_start[:, 0] |= ~is_scored.any(-1)
+        return shifted.masked_fill(at_start, start)
 
     @takes_cache
     @can_return_tuple

@@ -34,6 +34,7 @@ from linbias.models.decoder.layout import (
     is_full,
     read_attention_mask,
     read_full_mask,
+    shown_with_marks,
     without_marks,
 )
 from linbias.models.decoder.positions import AttendOptions, LinearBias
@@ -101,7 +102,7 @@ class RoundedBias(Bias):
         (B, H, T, _), (_, G, S, _) = q.shape, k.shape
         if options.distances is not None:
             raise ValueError(
-                "linbias: attention_mask must have shape [B, S] for a model that is fused with "
+                "fuse: attention_mask must have shape [B, S] for a model that is fused with "
                 "rounding='checkpoint', got [B, 1, T, S]"
             )
         positions = torch.arange(S, device=q.device)[None]
@@ -319,7 +320,7 @@ def adapt_calls(model: Any) -> None:
     # Trainer and `generate` read there what a model takes.
     named = signature.parameters | {"position_ids": _POSITION_IDS}
     in_order = sorted(named.values(), key=lambda parameter: parameter.kind)
-    reading.__signature__ = signature.replace(parameters=in_order)
+    reading.__signature__ = shown_with_marks(signature.replace(parameters=in_order))
     vars(model)[name] = reading
     if hasattr(model, "generate"):
         vars(model)["generate"] = partial(_generate, model)
