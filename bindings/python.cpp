@@ -102,6 +102,7 @@ NB_MODULE(_cpu, m) {
       optional("right", &Call::right),
       optional("key_range", &Call::key_range),
       optional("query_start", &Call::query_start),
+      optional("own_key", &Call::own_key),
       optional("query_range", &Call::query_range),
       optional("key_bound", &Call::key_bound),
       optional("positions", &Call::positions),

@@ -155,7 +155,7 @@ struct BackwardTask {
       for (int64_t d = 0; d < call.D; ++d) dq[d] += static_cast<W>(call.scale) * missing * static_cast<W>(widen(k[d]));
       if (!dpositions) continue;
       static_cast<W*>(results.dquery_positions)[at] -=
-          missing * (tile.order + i >= key ? tile.slope[kLeft] : -tile.slope[kRight]);
+          missing * (tile.orders[i] >= key ? tile.slope[kLeft] : -tile.slope[kRight]);
     }
   }
 

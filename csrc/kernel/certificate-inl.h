@@ -76,7 +76,6 @@ bool is_covered(const Tile<W>& tile, Rows<W>& rows, Side side, int64_t nearest, 
   const W share =
       static_cast<W>(__builtin_log(kTailShare * (call.right ? call.tolerance / 2 : call.tolerance)) - kSumRounding);
   const int64_t key = side == kLeft ? nearest * kKeys + kKeys - 1 : nearest * kKeys;
-  const W distance = static_cast<W>(side == kLeft ? tile.order - key : key - tile.order);
   const W away = side == kLeft ? W{1} : W{-1}, step = m * (1 - slack);
   const double nearest_position = tile.positions ? tile.positions[nearest_key(side, nearest, tile.head->num_keys)] : 0;
   const W* tails = table + nearest * kEntries;
@@ -84,7 +83,7 @@ bool is_covered(const Tile<W>& tile, Rows<W>& rows, Side side, int64_t nearest, 
     if (tile.limited && !tile.row_sees_beyond(i, side, key)) continue;
     const W* lower = tails + rows.entry[i];
     const W far = lower[0] + rows.fraction[i] * (lower[1] - lower[0]);
-    W reach = distance + away * static_cast<W>(i);
+    W reach = away * static_cast<W>(tile.orders[i] - key);
     if (tile.positions) reach = away * static_cast<W>(tile.query_positions[i] - nearest_position);
     const W tail = rows.base[i] + far - step * reach - share;
     if (!(tail <= rows.row_max[i] + log_from_below(rows.row_sum[i]))) {

@@ -174,7 +174,7 @@ struct DecodeTask {
     row.b = index / call.T / call.H;
     row.h = index / call.T % call.H;
     find_keys(row.b, row.h / (call.H / call.G), row);
-    row.order = order_of(call, row.b, t) - row.first;
+    row.order = order_of(call, row.b, row.h, t) - row.first;
     const QueryRange range(call, row.b, t, row.first, row.num_keys);
     row.first_seen = range.is_empty() ? 0 : range.first;
     row.num_keys = range.is_empty() ? 0 : range.end;

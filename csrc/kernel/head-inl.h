@@ -54,8 +54,9 @@ inline int64_t most_seen(const Call& call) {
   return most;
 }
 
-// The key at which query t of batch row b stands, which may be none that there is.
-inline int64_t order_of(const Call& call, int64_t b, int64_t t) {
+// The key at which query t of a head stands, which may be none that there is.
+inline int64_t order_of(const Call& call, int64_t b, int64_t h, int64_t t) {
+  if (call.own_key) return clamp(call.own_key[(b * call.H + h) * call.T + t], -kLargestStart, kLargestStart);
   return (call.query_start ? clamp(call.query_start[b], -kLargestStart, kLargestStart) : call.S - call.T) + t;
 }
 
@@ -111,17 +112,17 @@ struct SeenKeys {
 
   SeenKeys(const Call& call, int64_t index) {
     const Readers readers(call, index);
-    const int64_t start = order_of(call, readers.b, 0);
     const KeyRange range(call, readers.b, index % call.G);
-    bool shows_left = false, shows_right = false;
-    for (int64_t h = readers.first; h < readers.end; ++h) {
-      shows_left |= !is_infinite(slope_of<W>(call, kLeft, readers.b, h));
-      shows_right |= !is_infinite(slope_of<W>(call, kRight, readers.b, h));
-    }
     const int64_t beyond = range.first + range.count;
-    first = shows_left ? range.first : clamp(start, range.first, beyond);
-    end = shows_right ? beyond : clamp(start + call.T, first, beyond);
-    if (call.T == 0 || readers.first == readers.end) end = first;
+    first = beyond;
+    end = range.first;
+    for (int64_t h = readers.first; h < readers.end && call.T > 0; ++h) {
+      const bool shows_left = !is_infinite(slope_of<W>(call, kLeft, readers.b, h)),
+                 shows_right = !is_infinite(slope_of<W>(call, kRight, readers.b, h));
+      first = smaller_of(first, shows_left ? range.first : larger_of(order_of(call, readers.b, h, 0), range.first));
+      end = larger_of(end, shows_right ? beyond : smaller_of(order_of(call, readers.b, h, call.T - 1) + 1, beyond));
+    }
+    end = larger_of(end, first);
   }
 };
 

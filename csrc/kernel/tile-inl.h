@@ -78,7 +78,8 @@ template <typename W>
 struct Tile {
   const Call* call;
   const Head<W>* head;
-  int64_t b, h, start, rows, padded_rows, order;  // row i stands at key `order + i` of the head
+  int64_t b, h, start, rows, padded_rows;
+  int64_t orders[kRows];  // row i stands at key orders[i] of the head
   W slope[2];
   bool hidden[2];  // whether a side shows nothing
   // The blocks among which the tile stands; none, that is near_last < near_first, where it stands beside them all.
@@ -94,10 +95,10 @@ struct Tile {
     head = &packed.heads.data[b * c.G + h / (c.H / c.G)];
     rows = smaller_of(kRows, c.T - start);
     padded_rows = round_up(rows, kBlockRows);
-    order = order_of(c, b, start) - head->first;
+    for (int64_t i = 0; i < kRows; ++i) orders[i] = order_of(c, b, h, start + smaller_of(i, rows - 1)) - head->first;
     find_slopes(c, b, h, slope, hidden);
-    near_first = smaller_of(larger_of(order, 0) / kKeys, head->num_blocks);
-    near_last = smaller_of(round_up(larger_of(order + rows, 0), kKeys) / kKeys, head->num_blocks) - 1;
+    near_first = smaller_of(larger_of(orders[0], 0) / kKeys, head->num_blocks);
+    near_last = smaller_of(round_up(larger_of(orders[rows - 1] + 1, 0), kKeys) / kKeys, head->num_blocks) - 1;
     positions = positions_of(c.positions, b, h, head->first);
     const double* queries = positions_of(c.query_positions, b, h, start);
     for (int64_t i = 0; positions && i < kRows; ++i) query_positions[i] = queries[smaller_of(i, rows - 1)];
@@ -124,7 +125,7 @@ struct Tile {
 
   // Of the keys that row i sees, if it sees any, the one that it stands at or nearest to.
   int64_t key_nearest_to(int64_t i) const {
-    return limited ? clamp(order + i, row_first[i], row_end[i] - 1) : clamp(order + i, 0, head->num_keys - 1);
+    return limited ? clamp(orders[i], row_first[i], row_end[i] - 1) : clamp(orders[i], 0, head->num_keys - 1);
   }
 
   // Whether row i has a key of its own from `key` outwards.
@@ -157,7 +158,7 @@ struct Tile {
 
   // How many keys of a block some row may see, from its first on.
   int64_t shown(int64_t block) const {
-    const int64_t end = hidden[kRight] ? smaller_of(head->num_keys, order + rows) : head->num_keys;
+    const int64_t end = hidden[kRight] ? smaller_of(head->num_keys, orders[rows - 1] + 1) : head->num_keys;
     return clamp(end - block * kKeys, 0, kKeys);
   }
 
@@ -193,7 +194,7 @@ struct Biased {
 
   // How many keys row i stands beyond those of vector j: integers, exact.
   LINBIAS_INLINE Vector<W> order(int64_t i, int j) const {
-    return static_cast<W>(tile.order + i - first_key - j * kLanes) - ramp;
+    return static_cast<W>(tile.orders[i] - first_key - j * kLanes) - ramp;
   }
 
   LINBIAS_INLINE Vector<W> distances(int64_t i, int j) const {

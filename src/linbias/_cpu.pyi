@@ -36,6 +36,7 @@ class Call:
         right: int = 0,
         key_range: int = 0,
         query_start: int = 0,
+        own_key: int = 0,
         query_range: int = 0,
         key_bound: int = 0,
         positions: Array = ...,

@@ -23,8 +23,9 @@ struct Array {
 // operations by that, its threads are awake, and further threads would wait for their turn.
 using Team = void (*)(void (*work)(void* data), void* data, unsigned num_threads, unsigned flags);
 
-// Key s stands at position s, query t of batch row b at query_start[b] + t; or keys stand where `positions` says, and
-// queries between them. Which side of a query a key is on, and what is hidden, goes by order all the same.
+// Key s stands at position s, query t of batch row b at query_start[b] + t, or at own_key; or keys stand where
+// `positions` says, and queries between them. Which side of a query a key is on, and what is hidden, goes by order all
+// the same.
 struct Call {
   DType dtype = DType::float32;
   std::int64_t B = 0, H = 0, G = 0, T = 0, S = 0, D = 0, E = 0;
@@ -33,6 +34,7 @@ struct Call {
   const void* right = nullptr;              // likewise, or null: causal
   const std::int64_t* key_range = nullptr;  // [B, G, 2], first and one past last, clamped to [0, S]; or null: all keys
   const std::int64_t* query_start = nullptr;  // [B], clamped to +-kLargestStart; or null: S - T
+  const std::int64_t* own_key = nullptr;      // [B, H, T], likewise, never falling: where each query stands instead
   const std::int64_t* query_range = nullptr;  // [B, T, 2], likewise: the keys of each query, of those of its head
   const void* key_bound = nullptr;            // [B, G], wide: at least |k| of every key, all of them finite; or null
   Array positions;        // [B, H, S], double: of the keys of a query head, never falling; or no data: counted

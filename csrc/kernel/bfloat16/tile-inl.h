@@ -152,13 +152,14 @@ struct Bfloat16Biased {
   // Turn to another 16 queries of the tile. Where the block is not finite even hidden keys are computed, so that NaN
   // reaches the result.
   LINBIAS_INLINE void turn_to(int64_t group) {
-    const int64_t from = tile.order + group * kLanes16 - block * kKeys;
+    const int64_t* orders = tile.orders + group * kLanes16;
+    const int64_t from = orders[0] - block * kKeys;
     constexpr int64_t kCounted = int64_t{1} << 30;  // as 32-bit integers
-    if (from > -kCounted && from < kCounted) {
+    if (!tile.call->own_key && from > -kCounted && from < kCounted) {
       relative = __builtin_convertvector(
           Lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + static_cast<int32_t>(from), Floats);
     } else {
-      for (int lane = 0; lane < kLanes16; ++lane) relative[lane] = static_cast<float>(from + lane);
+      for (int lane = 0; lane < kLanes16; ++lane) relative[lane] = static_cast<float>(orders[lane] - block * kKeys);
     }
     end_shown = kKeys;
     if (positioned) __builtin_memcpy(&query_positions, tile.query_positions + group * kLanes16, sizeof query_positions);
@@ -170,7 +171,7 @@ struct Bfloat16Biased {
       return;
     }
     if (!finite) return;
-    const int64_t own = from + smaller_of(tile.rows - group * kLanes16, kLanes16) - 1;
+    const int64_t own = orders[smaller_of(tile.rows - group * kLanes16, kLanes16) - 1] - block * kKeys;
     end_shown = smaller_of(end_shown, round_up(num_keys, kDeep));
     if (hidden[kRight]) end_shown = smaller_of(end_shown, round_up(larger_of(own + 1, 0), kDeep));
     end_shown = larger_of(end_shown, 0);

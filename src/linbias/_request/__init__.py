@@ -178,6 +178,7 @@ SPECIAL = {
     "mask": "it takes a key_range but no mask",
     "added": "it takes a mask of bool, but none of numbers that are added to the scores",
     "positions": "positions are not built yet",
+    "any_order": "it wants keys, and queries among them, in the order of their positions",
     "query_points": "queries at points of their own are not built yet",
     "dropout": "its dropout would draw another mask",
     "transformed": "it does not run under transforms such as vmap",

@@ -38,6 +38,7 @@ ABILITIES = Abilities(
     memory="linear in length",
     devices=("cpu",),
     largest_head=256,
+    has=("positions", "any_order", "dropout", "transformed"),
 )
 # Below so many multiply-adds per thread, a second one that sleeps gains less than waking it costs.
 # One that is awake, because it is PyTorch's and spins after each operation, gains a quarter at

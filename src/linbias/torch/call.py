@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linbias import _dispatch, _request
 from linbias._request import Described, Problem, Request, checks
-from linbias.torch import clocks, standing
+from linbias.torch import any_order, standing
 from linbias.torch.choice import asked_in_turn
 from linbias.torch.constant import default_slopes
 from linbias.torch.dropout import draw_seed
@@ -129,19 +129,19 @@ def run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Choose an implementation for a call that is prepared, and give out, or out and lse."""
     chosen = _dispatch.choose("attention", implementation, problem, asked_in_turn(problem))
-    bias = None
-    if problem.any_order:
-        attend = functools.partial(run, implementation=implementation, return_lse=True)
-        with without_autocast(inputs.q.device):
-            out, lse = clocks.attention(inputs, problem, attend)
-        return (out, lse) if return_lse else out
+    bias = places = None
     with without_autocast(inputs.q.device):
-        if problem.query_positions:
+        if problem.any_order:
+            inputs, places = any_order.sort(inputs, problem)[:2]
+        if problem.query_positions or problem.any_order:
             inputs, bias = standing.stand_near(inputs)
         out, lse = chosen.attention(inputs, return_lse)
-    if not return_lse:
-        return out
-    return out, lse if bias is None else lse - bias
+        if lse is not None and bias is not None:
+            lse = lse - bias
+        if places is not None:
+            out = any_order.as_given(out, places)
+            lse = lse if lse is None else any_order.as_given(lse, places)
+    return (out, lse) if return_lse else out
 
 
 def widen(options: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from typing import Literal, TypedDict, Unpack, overload
 from torch import Tensor
 
 from linbias._request import keywords
-from linbias.torch import clocks, standing
+from linbias.torch import any_order, standing
 from linbias.torch.call import Slopes, prepare, run
 from linbias.torch.impl import dense
 from linbias.torch.operators.operator import without_autocast
@@ -217,8 +217,12 @@ def attention_weights(
     refuse_shard("attention_weights")
     inputs, problem = prepare("attention_weights", q, k, k, slopes, **options)
     with without_autocast(inputs.q.device):
+        places: tuple[Tensor, Tensor] | None = None
         if problem.any_order:
-            return clocks.attention_weights(inputs, problem)
-        if problem.query_positions:
+            inputs, *places = any_order.sort(inputs, problem)
+        if problem.query_positions or problem.any_order:
             inputs, _ = standing.stand_near(inputs)
-        return dense.attention_weights(inputs)[0]
+        weights = dense.attention_weights(inputs)[0]
+        for axis, place in enumerate(places or (), start=2):
+            weights = any_order.as_given(weights, place, axis)
+        return weights

@@ -95,8 +95,11 @@ def stand_near(inputs: Inputs) -> tuple[Inputs, Tensor]:
     x, xq = x.double().expand(B, H, S), xq.double().expand(B, H, T)
     if not S:
         return inputs, xq.new_zeros((), dtype=inputs.left.dtype)
-    start = S - T if inputs.query_start is None else inputs.query_start[:, None, None]
-    place = (torch.arange(T, device=x.device) + start).expand(B, H, T)
+    place = inputs.own_key
+    if place is None:
+        start = S - T if inputs.query_start is None else inputs.query_start[:, None, None]
+        place = torch.arange(T, device=x.device) + start
+    place = place.expand(B, H, T)
     first, end = torch.zeros_like(place[..., :1]), torch.full_like(place[..., :1], S)
     if inputs.key_range is not None:
         first, end = inputs.key_range.repeat_interleave(H // max(1, G), 1).split(1, 2)

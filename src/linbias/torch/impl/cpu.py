@@ -93,9 +93,12 @@ def describe_call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
     if key_bound is not None:
         key_bound = key_bound.to(left.dtype)
     # The core reads 64 bits of each, whatever a caller of the operator itself gives.
-    key_range, query_start, query_range = (
-        x if x is None else x.long() for x in (key_range, query_start, inputs.query_range)
+    key_range, query_start, query_range, own_key = (
+        x if x is None else x.long()
+        for x in (key_range, query_start, inputs.query_range, inputs.own_key)
     )
+    if own_key is not None:
+        own_key = own_key.expand(B, H, T)
     drawn = [0, 0, 0]
     if seed is not None:
         drawn = [x % 2**32 for x in seed.tolist()] if seed.dim() else [int(seed), 0, 0]
@@ -116,6 +119,7 @@ def describe_call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         key_range=address(key_range, copies),
         query_start=address(query_start, copies),
         query_range=address(query_range, copies),
+        own_key=address(own_key, copies),
         key_bound=address(key_bound, copies),
         positions=_places(inputs.positions, copies),
         query_positions=_places(inputs.query_positions, copies),

@@ -11,10 +11,11 @@ def bias_of(inputs: Inputs) -> Tensor:
     left, key_range, query_start = inputs.left, inputs.key_range, inputs.query_start
     T, S = inputs.q.shape[2], inputs.k.shape[2]
     keys = torch.arange(S, device=left.device)
-    if query_start is None:
-        query_start = torch.full((1,), S - T, device=left.device)
-    position = query_start.to(keys.dtype)[:, None] + torch.arange(T, device=left.device)
-    order = (position[..., None] - keys)[:, None]  # [B or 1, 1, T, S]
+    own_key = inputs.own_key
+    if own_key is None:
+        start = S - T if query_start is None else query_start.to(keys.dtype)[:, None, None]
+        own_key = torch.arange(T, device=left.device)[None, None] + start
+    order = own_key[..., None] - keys  # [B or 1, 1 or H, T, S]
     if inputs.positions is None:
         bias = _bias_of_order(inputs, order)
     else:
@@ -32,7 +33,7 @@ def bias_of(inputs: Inputs) -> Tensor:
 
 
 def _bias_of_order(inputs: Inputs, order: Tensor) -> Tensor:
-    """The bias where key s stands at s, and order [B or 1, 1, T, S] is the distance."""
+    """The bias where key s stands at s, and order [B or 1, 1 or H, T, S] is the distance."""
     bias = inputs.left.new_zeros(())
     for slope, reach in ((inputs.left, order), (inputs.right, -order)):
         if slope is None:

@@ -20,11 +20,11 @@ ABILITIES = Abilities(
     runs_on="any PyTorch device",
     how="PyTorch's own attention, the bias as its mask",
     memory="length x length",
-    has=("mask", "added", "positions"),
+    has=("mask", "added", "positions", "any_order"),
 )
 why_not = ABILITIES.lacks
 # Biases of slopes and lengths alone are kept, up to so many numbers each.
-_BESIDES = ("key_range", "query_start", "mask", "positions", "query_range")
+_BESIDES = ("key_range", "query_start", "mask", "positions", "query_range", "own_key")
 _MAX_KEPT, _MAX_NUMBERS = 8, 1 << 22
 _kept: dict[Any, Tensor] = {}
 

@@ -43,6 +43,8 @@ class Inputs(NamedTuple):
     positions: Tensor | None = None
     query_positions: Tensor | None = None  # [B, 1 or H, T], likewise; None with positions only
     query_range: Tensor | None = None  # [B, T, 2], within the keys; None: all keys
+    # [B, 1 or H, T], never falling: the key at which each query stands; None: query_start + t
+    own_key: Tensor | None = None
     scale: float = 1.0
     dropout: float = 0.0
     tolerance: float = 0.0
