@@ -231,6 +231,30 @@ void test_the_definition_at_given_positions() {
   }
 }
 
+// Queries that stand at keys of their own, apart from each other, several at one, and before and behind all keys.
+void test_the_definition_at_own_keys() {
+  for (const Standing standing : {Standing::counted, Standing::gaps, Standing::bursts}) {
+    Case cases[] = {
+        {2, 6, 3, 61, 107, 13, 5, false, false},
+        {1, 6, 6, 300, 700, 40, 33, false, true, {}, 0, 5},
+        {1, 6, 2, 60, 1500, 40, 33, true},
+        {2, 6, 3, 203, 60, 33, 37, false, true},
+        {2, 12, 6, 52, 330, 16, 16},
+        {1, 4, 2, 200, 330, 32, 65, false, false, {}, 0.3, 3},
+        {2, 6, 2, 3, 2100, 13, 70, false},
+        {1, 2, 1, 0, 5, 4, 4},
+        {1, 2, 1, 5, 0, 4, 4},
+    };
+    for (Case& c : cases) {
+      c.own = true;
+      c.standing = standing;
+      c.between = standing == Standing::bursts;
+      run_on_every_target<float, double>(c);
+      run_on_every_target<Half, Brain>(c);
+    }
+  }
+}
+
 // The weight of a query's own key whose number is the threshold stays.
 void test_dropout_at_its_threshold() {
   Case c{1, 1, 1, 200, 200, 32, 32};
@@ -875,6 +899,7 @@ int main(int count, char** names) {
            test_tasks_are_shared_out,
            test_the_definition,
            test_the_definition_at_given_positions,
+           test_the_definition_at_own_keys,
            test_the_definition_in_ranges_of_queries,
            test_dropout_at_its_threshold,
            test_what_a_caller_may_not_break<float, double>,

@@ -101,6 +101,7 @@ struct Case {
   bool between = false;      // queries stand between their own key and the next, rather than at their own
   std::int64_t window = -1;  // queries see so many keys before their own and half as many after it; or -1,
   bool scattered = false;    // or keys anywhere, some none, others more than there are
+  bool own = false;          // queries stand at keys of their own, each head's at others, some beyond all keys
 };
 
 inline constexpr std::uint32_t kSeed = 1234567;
@@ -112,7 +113,7 @@ struct Truth {
 
 struct Inputs {
   std::vector<double> q, k, v, left, right, dout, dlse, x, xq;  // x, xq: positions [B, H, S] and [B, H, T], if any
-  std::vector<std::int64_t> key_range, query_start, query_range;
+  std::vector<std::int64_t> key_range, query_start, query_range, own_key;
 };
 
 inline std::uint32_t mix(std::uint32_t x) {
@@ -149,6 +150,11 @@ inline std::int64_t start_of(const Case& c, const Inputs& x, std::int64_t b) {
   return c.starts.empty() ? c.S - c.T : std::clamp(x.query_start[b], -kLargestStart, kLargestStart);
 }
 
+// The key at which query t of a head stands.
+inline std::int64_t order_of(const Case& c, const Inputs& x, std::int64_t b, std::int64_t h, std::int64_t t) {
+  return c.own ? x.own_key[(b * c.H + h) * c.T + t] : start_of(c, x, b) + t;
+}
+
 // The keys that a query sees, of those of its head.
 inline Range range_of_query(const Inputs& x, std::int64_t row, Range head, std::int64_t S) {
   if (x.query_range.empty()) return head;
@@ -170,7 +176,7 @@ Truth define(const Case& c, const Inputs& x, const Distance& distance) {
       const std::int64_t g = h / (c.H / c.G), bh = b * c.H + h, key_row = (b * c.G + g) * c.S;
       for (std::int64_t i = 0; i < c.T; ++i) {
         const auto [first, end] = range_of_query(x, b * c.T + i, range_of(c, x, b, g), c.S);
-        const std::int64_t row = bh * c.T + i, position = start_of(c, x, b) + i;
+        const std::int64_t row = bh * c.T + i, position = order_of(c, x, b, h, i);
         double high = -kInf, sum = 0;
         for (std::int64_t s = first; s < end; ++s) {
           double product = 0;
@@ -222,7 +228,7 @@ Truth define(const Case& c, const Inputs& x, const Distance& distance) {
 inline Truth define(const Case& c, const Inputs& x) {
   return define(c, x, [&](std::int64_t row, std::int64_t s) {
     if (!x.x.empty()) return std::abs(x.xq[row] - x.x[row / c.T * c.S + s]);
-    return std::abs(double(start_of(c, x, row / c.T / c.H) + row % c.T - s));
+    return std::abs(double(order_of(c, x, row / c.T / c.H, row / c.T % c.H, row % c.T) - s));
   });
 }
 
@@ -242,7 +248,7 @@ inline void give_positions(const Case& c, std::mt19937& random, Inputs& x) {
     }
     const double* stands = x.x.data() + bh * c.S;
     for (std::int64_t t = 0; t < c.T; ++t) {
-      const std::int64_t p = start_of(c, x, b) + t, own = std::clamp(p, first, std::max(first, end - 1));
+      const std::int64_t p = order_of(c, x, b, bh % c.H, t), own = std::clamp(p, first, std::max(first, end - 1));
       double xq = first < end ? stands[own] : 0;
       if (c.between && first < end) {
         if (p < first) xq -= 0.5;
@@ -294,6 +300,11 @@ inline Inputs draw(const Case& c, bool narrow) {
     const std::int64_t first = c.scattered ? at : p - c.window;
     const std::int64_t end = c.scattered ? at + length : p + c.window / 2 + 1;
     x.query_range.insert(x.query_range.end(), {row % 31 == 30 ? kLow : first, row % 29 == 28 ? kHigh : end});
+  }
+  for (std::int64_t bh = 0; c.own && bh < c.B * c.H; ++bh) {
+    for (std::int64_t t = 0; t < c.T; ++t)
+      x.own_key.push_back(static_cast<std::int64_t>(random() % static_cast<unsigned>(S + 140)) - 70);
+    std::sort(x.own_key.end() - c.T, x.own_key.end());
   }
   if (c.standing != Standing::counted) give_positions(c, random, x);
   return x;
@@ -353,6 +364,7 @@ struct Arrays {
     call.key_range = c.ranges ? x.key_range.data() : nullptr;
     call.query_start = c.starts.empty() ? nullptr : x.query_start.data();
     call.query_range = x.query_range.empty() ? nullptr : x.query_range.data();
+    call.own_key = c.own ? x.own_key.data() : nullptr;
     call.scale = 1 / std::sqrt(static_cast<double>(c.D));
     call.dropout = c.dropout;
     call.tolerance = sizeof(W) == 4 ? 1e-7 : 1e-16;
@@ -377,10 +389,10 @@ struct Arrays {
 
 inline std::string describe(const Case& c, const char* type) {
   char name[300];
-  std::snprintf(name, sizeof name, "%s %s B%d H%d G%d T%d S%d D%d E%d %s%s%s%s%s%s threads %d", target(), type,
+  std::snprintf(name, sizeof name, "%s %s B%d H%d G%d T%d S%d D%d E%d %s%s%s%s%s%s%s threads %d", target(), type,
                 int(c.B), int(c.H), int(c.G), int(c.T), int(c.S), int(c.D), int(c.E), c.causal ? "causal" : "two sides",
                 c.ranges ? " ranges" : "", c.starts.empty() ? "" : " starts", c.dropout > 0 ? " dropout" : "",
-                kStandings[int(c.standing)], c.between ? " between" : "", c.threads);
+                kStandings[int(c.standing)], c.between ? " between" : "", c.own ? " own keys" : "", c.threads);
   return name;
 }
 

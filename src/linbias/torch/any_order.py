@@ -40,7 +40,7 @@ def sort(inputs: Inputs, problem: Problem) -> InOrder:
     first, end = ranges.split(1, dim=2)
     inside = (place >= first) & (place < end)
     known = torch.where(inside, x.double(), torch.inf)  # [B, 1 or H, S]
-    order = known.argsort(-1, stable=True)
+    order = known.argsort(dim=-1, stable=True)
     known = known.take_along_dim(order, -1)
     count = inside.sum(-1, keepdim=True)
     keys = order.argsort(-1)
@@ -52,7 +52,7 @@ def sort(inputs: Inputs, problem: Problem) -> InOrder:
         at = torch.arange(T, device=q.device) + start
         at = torch.minimum(torch.maximum(at, first), end - 1).clamp(0, max(0, S - 1))
         own = stands = keys.take_along_dim(at, -1) if S else at - 1
-    queries = stands.argsort(-1, stable=True)
+    queries = stands.argsort(dim=-1, stable=True)
     taken = torch.where(place < count, x.take_along_dim(order, -1), 0)
     mask = inputs.mask
     if mask is not None:
