@@ -228,6 +228,11 @@ OF_ANOTHER_KIND = [
 REFUSED = [
     *((ValueError, *row) for row in NOT_IN_ORDER),
     *((TypeError, *row) for row in OF_ANOTHER_KIND),
+    (
+        NotImplementedError,
+        {"positions": [0, 2, 1], "causal": False, "implementation": "blocked"},
+        "blocked cannot run this call: it wants keys, .*, in the order of their positions",
+    ),
 ]
 
 

@@ -68,7 +68,7 @@ def sort(inputs: Inputs, problem: Problem) -> InOrder:
         mask=mask,
         positions=taken,
         query_positions=xq.take_along_dim(queries, -1),
-        own_key=own.take_along_dim(queries, -1).minimum(count - 1),
+        own_key=own.take_along_dim(queries, -1),
     )
     return InOrder(ordered, queries.argsort(-1), keys)
 
