@@ -126,6 +126,15 @@ def test_any_order_of_keys_and_queries_gives_the_same_rows():
     torch.testing.assert_close(found, in_order[:, :, mixed])
 
 
+@pytest.mark.parametrize("sizes", ((0, 2), (2, 0)))
+def test_nothing_in_any_order_is_nothing(sizes):
+    q = torch.ones(*sizes, 3, 4)
+    options = {"causal": False, "positions": [0.0, 2, 1]}
+    out, lse = attention(q, q, q, torch.ones(sizes[1]), **options, return_lse=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    assert attention_weights(q, q, torch.ones(sizes[1]), **options).shape == (*sizes, 3, 3)
+
+
 @pytest.mark.parametrize("backwards", (False, True))
 def test_arrays_in_order_keep_it_where_they_tie_on_any_device(backwards):
     """The values are read on another device, too: only what is in no order is sorted."""

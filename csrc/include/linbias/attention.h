@@ -58,7 +58,8 @@ inline constexpr std::int64_t kBlockKeys = 64;
 //
 // `visited` says which keys a tile read. The keys [first, end) of a head lie in n = ceil((end - first) / kBlockKeys)
 // blocks, counted from `first`: block j holds the keys from first + j * kBlockKeys on, kBlockKeys of them but for the
-// last block. A tile has `rows` queries, kTileRows of them but for the last tile, the first at position p. It always
+// last block. A tile has `rows` queries, kTileRows of them but for the last tile, from position p up to p + rows; with
+// own_key, from that of the first up to one past that of the last. It always
 // reads its near blocks, of which there are none where all keys lie to one side of the tile:
 //
 //     near_first = clamp(floor((p - first) / kBlockKeys), 0, n)

@@ -41,9 +41,11 @@ def sort(inputs: Inputs, problem: Problem) -> InOrder:
     inside = (place >= first) & (place < end)
     known = torch.where(inside, x.double(), torch.inf)  # [B, 1 or H, S]
     order = known.argsort(dim=-1, stable=True)
+    if not bool((order == place).all()):
+        k, v = _taken(k, order), _taken(v, order)
     known = known.take_along_dim(order, -1)
     count = inside.sum(-1, keepdim=True)
-    keys = order.argsort(-1)
+    keys = _inverse(order)
     if problem.query_positions:
         stands = xq.detach().double().expand(*order.shape[:2], T)
         own = torch.searchsorted(known, stands.contiguous(), right=True) - 1
@@ -59,9 +61,9 @@ def sort(inputs: Inputs, problem: Problem) -> InOrder:
         mask = mask if mask.shape[2] == 1 else mask.take_along_dim(queries[..., None], 2)
         mask = mask if mask.shape[3] == 1 else mask.take_along_dim(order[:, :, None], 3)
     ordered = inputs._replace(
-        q=q.take_along_dim(queries[..., None], 2),
-        k=k.take_along_dim(order[..., None], 2),
-        v=v.take_along_dim(order[..., None], 2),
+        q=_taken(q, queries),
+        k=k,
+        v=v,
         key_range=torch.cat([torch.zeros_like(count), count], -1).expand(B, k.shape[1], 2),
         query_start=None,
         key_bound=bound,
@@ -70,10 +72,23 @@ def sort(inputs: Inputs, problem: Problem) -> InOrder:
         query_positions=xq.take_along_dim(queries, -1),
         own_key=own.take_along_dim(queries, -1),
     )
-    return InOrder(ordered, queries.argsort(-1), keys)
+    return InOrder(ordered, _inverse(queries), keys)
+
+
+def _taken(x: Tensor, order: Tensor) -> Tensor:
+    """Rows [B, n, length, size] in another order [B, 1 or n, length]."""
+    rows, heads = (torch.arange(size, device=x.device) for size in x.shape[:2])
+    return x[rows[:, None, None], heads[:, None], order]
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The place of each number in an order [B, 1 or H, n]."""
+    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, places)
 
 
 def as_given(rows: Tensor, place: Tensor, axis: int = 2) -> Tensor:
     """Rows [B, H, n, ...] in order, by the places of those of the caller."""
-    index = place.reshape(*place.shape[:2], *[1] * (axis - 2), -1, *[1] * (rows.dim() - axis - 1))
-    return rows.take_along_dim(index, axis)
+    shape = [*place.shape[:2], *[1] * (rows.dim() - 2)]
+    shape[axis] = place.shape[2]
+    return rows.take_along_dim(place.reshape(shape), axis)

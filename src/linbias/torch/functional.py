@@ -217,12 +217,12 @@ def attention_weights(
     refuse_shard("attention_weights")
     inputs, problem = prepare("attention_weights", q, k, k, slopes, **options)
     with without_autocast(inputs.q.device):
-        places: tuple[Tensor, Tensor] | None = None
+        places: list[Tensor] = []
         if problem.any_order:
             inputs, *places = any_order.sort(inputs, problem)
         if problem.query_positions or problem.any_order:
             inputs, _ = standing.stand_near(inputs)
         weights = dense.attention_weights(inputs)[0]
-        for axis, place in enumerate(places or (), start=2):
+        for axis, place in enumerate(places, start=2):
             weights = any_order.as_given(weights, place, axis)
         return weights

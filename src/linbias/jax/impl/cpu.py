@@ -20,6 +20,7 @@ NAME = core.NAME
 ABILITIES = replace(
     core.ABILITIES,
     how="near to far in compiled code, called by XLA",
+    has=("positions", "dropout", "transformed"),
 )
 
 WHY_MISSING: str | None = None

@@ -67,6 +67,7 @@ def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
 
     By the formulas that csrc/include/linbias/attention.h gives for `visited`.
     """
+    assert inputs.own_key is None, "who asks has keys in order"
     (B, H, T, _), (G, S) = inputs.q.shape, inputs.k.shape[1:3]
     rows, keys = core.TILE_ROWS, core.BLOCK_KEYS
     ranges = torch.tensor([0, S]) if inputs.key_range is None else inputs.key_range
