@@ -159,4 +159,6 @@ def test_the_gpu_script_runs_dry(tmp_path):
     page = (tmp_path / "page.md").read_text()
     assert all(f"- {stage}: ok" in page for stage in stages)
     shown = {line["case"] for line in lines if "B" in line}
-    assert len(shown) > 6 and all(f"**{case}, " in page for case in shown)
+    kinds = ("causal", "zero-slopes", "decode", "gates", "tiles-forward", "tiles-dkv")
+    assert shown == {f"{kind}-16" for kind in kinds}
+    assert all(f"**{case}, " in page for case in shown)
