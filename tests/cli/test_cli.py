@@ -515,6 +515,23 @@ def test_an_error_is_one_line(words, message, model, corpus, tmp_path):
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    (
+        (["embed", "a"], "There is no command 'embed': linbias.models.embed does it"),
+        (["windows", "a"], "There is no command 'windows': linbias reach prints"),
+        (
+            ["paper", "translate", "a"],
+            "There is no command 'translate': docs/paper.md has",
+        ),
+    ),
+)
+def test_a_command_that_went_says_what_does_its_work(words, message):
+    result = run(*words)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
 @pytest.mark.filterwarnings("always")
 def test_a_warning_is_one_line_beside_the_result(model, corpus):
     result = run("evaluate", model, "--corpus", f"{corpus.parent}/*", "--length", 16, "--json")

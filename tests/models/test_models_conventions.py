@@ -73,6 +73,13 @@ def test_position_numbers_are_refused_while_a_model_is_exported() -> None:
         torch.export.export(model, (), inputs, strict=False)
 
 
+@pytest.mark.parametrize("make", (build, build_paper))
+def test_what_a_head_tells_its_body_is_no_argument(make: Any) -> None:
+    model = make(num_hidden_layers=1)
+    with pytest.raises(TypeError, match=r"LM: there is no argument keep; say logits_to_keep"):
+        model(torch.tensor([[5, 6]]), keep=1)
+
+
 @both_families
 @torch.no_grad()
 def test_attentions_are_the_weights_behind_the_output(

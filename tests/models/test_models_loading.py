@@ -21,6 +21,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from linbias import models
 from linbias.models import (
     LinbiasBertConfig,
     LinbiasBertModel,
@@ -367,3 +368,9 @@ def test_a_gguf_file_of_bloom_is_read_by_transformers_and_fused(tmp_path: Path) 
     torch.testing.assert_close(fuse(read.eval())(ids).logits, model(ids).logits)
     with pytest.raises(ValueError, match=r"load: folder must be a folder, .* Transformers reads"):
         load(tmp_path / "bloom.gguf")
+
+
+@pytest.mark.parametrize("name", ["prepack", "Document", "read_documents"])
+def test_a_name_that_went_says_what_does_its_work(name: str) -> None:
+    with pytest.raises(ImportError, match=rf"^linbias.models has no {name}: "):
+        getattr(models, name)

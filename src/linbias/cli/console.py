@@ -22,6 +22,12 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 _RESUMABLE = ("train", "extrapolate", "run")
+# Commands that went, and what to use.
+_GONE = {
+    "embed": "linbias.models.embed does it, examples/embed_many.py for a corpus",
+    "windows": "linbias reach prints how far heads see",
+    "translate": "docs/paper.md has a table of the original's flags and ours",
+}
 
 # Arguments of commands, and what the functions behind them call the same in their errors.
 _ALSO_CALLED = {
@@ -45,6 +51,11 @@ _READERS = {
 
 class _Commands(TyperGroup):
     """Commands that end an error with one line and status 2, and Ctrl-C with status 130."""
+
+    def resolve_command(self, context: Any, args: list[str]) -> Any:
+        if self.get_command(context, args[0]) is None and args[0] in _GONE:
+            context.fail(f"There is no command '{args[0]}': {_GONE[args[0]]}.")
+        return super().resolve_command(context, args)
 
     def invoke(self, context: Any) -> Any:
         def as_typed(line: object) -> str:

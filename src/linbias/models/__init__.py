@@ -47,3 +47,14 @@ __all__ = [
     "load_tokenizer",
     "unfuse",
 ]
+
+_GONE = {
+    "prepack": "PyTorch's compiler with frozen weights reads as fast (docs/kernels.md)",
+    **dict.fromkeys(("Document", "read_documents"), "embed takes texts, which datasets reads"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _GONE:
+        raise ImportError(f"linbias.models has no {name}: {_GONE[name]}")
+    raise AttributeError(f"module 'linbias.models' has no attribute {name!r}")

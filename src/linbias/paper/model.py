@@ -153,6 +153,7 @@ class PaperForCausalLM(PaperPreTrainedModel, decoder.CausalGenerationMixin):
             raise ValueError("PaperForCausalLM: give either labels or targets, and not both")
         if labels is not None:
             targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+        decoder.refuse_keep(self, named)
         wanted = (named.get(name) for name in ("output_attentions", "output_hidden_states"))
         is_whole = targets is not None or any(decoder.asked(self.config, *wanted))
         named["keep"] = 0 if is_whole else logits_to_keep

@@ -386,6 +386,13 @@ def reads_as(body: Forward) -> Callable[[Forward], Forward]:
     return with_arguments
 
 
+def refuse_keep(model: Any, named: dict[str, Any]) -> None:
+    """That argument is between a head and its body."""
+    if "keep" in named:
+        name = type(model).__name__
+        raise TypeError(f"{name}: there is no argument keep; say logits_to_keep")
+
+
 def predict(
     model: Any,
     inputs: tuple[Any, ...],
@@ -399,9 +406,7 @@ def predict(
 
     Logits are at least float32; `how` goes to the loss function; `keep` = 0 means all.
     """
-    if "keep" in named:
-        name = type(model).__name__
-        raise TypeError(f"{name}: there is no argument keep; say logits_to_keep")
+    refuse_keep(model, named)
     wanted = (named.get(name) for name in ("output_attentions", "output_hidden_states"))
     if keep and not any(asked(model.config, *wanted)):  # which come for all tokens
         named["keep"] = keep
