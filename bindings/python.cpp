@@ -107,6 +107,8 @@ NB_MODULE(_cpu, m) {
       optional("key_bound", &Call::key_bound),
       optional("positions", &Call::positions),
       optional("query_positions", &Call::query_positions),
+      optional("pages", &Call::pages), optional("pages_row", &Call::pages_row),
+      optional("page_keys", &Call::page_keys), optional("num_pages", &Call::num_pages),
       required("scale", &Call::scale),
       optional("dropout", &Call::dropout),
       required("tolerance", &Call::tolerance),
@@ -132,6 +134,12 @@ NB_MODULE(_cpu, m) {
       optional("dleft", &Backward::dleft), optional("dright", &Backward::dright),
       optional("dpositions", &Backward::dpositions),
       optional("dquery_positions", &Backward::dquery_positions));
+  bind_record<Sequences>(m, "Sequences",
+      required("count", &Sequences::count),
+      required("query_offsets", &Sequences::query_offsets),
+      optional("key_offsets", &Sequences::key_offsets),
+      optional("key_counts", &Sequences::key_counts),
+      optional("page_norms", &Sequences::page_norms));
   bind_record<Points>(m, "Points",
       required("at", &Points::at),
       required("order", &Points::order),
@@ -152,6 +160,18 @@ NB_MODULE(_cpu, m) {
   m.def(
       "backward", [](const Call& call, const Backward& results) { run([&] { return backward(call, results); }); },
       nb::arg("call"), nb::arg("results"));
+  m.def(
+      "forward",
+      [](const Call& call, const Sequences& sequences, const Forward& results) {
+        run([&] { return forward(call, sequences, results); });
+      },
+      nb::arg("call"), nb::arg("sequences"), nb::arg("results"));
+  m.def(
+      "backward",
+      [](const Call& call, const Sequences& sequences, const Backward& results) {
+        run([&] { return backward(call, sequences, results); });
+      },
+      nb::arg("call"), nb::arg("sequences"), nb::arg("results"));
   m.def(
       "forward",
       [](const Call& call, const Points& points, const Forward& results) {

@@ -24,13 +24,15 @@
 
 namespace linbias {
 
-#define LINBIAS_DECLARE(name)                                    \
-  namespace name {                                               \
-  Status forward(const Call&, const Forward&);                   \
-  Status forward(const Call&, const NewTokens&, const Forward&); \
-  Status backward(const Call&, const Backward&);                 \
-  Status forward(const Call&, const Points&, const Forward&);    \
-  Status backward(const Call&, const Points&, const Backward&);  \
+#define LINBIAS_DECLARE(name)                                      \
+  namespace name {                                                 \
+  Status forward(const Call&, const Forward&);                     \
+  Status forward(const Call&, const NewTokens&, const Forward&);   \
+  Status backward(const Call&, const Backward&);                   \
+  Status forward(const Call&, const Sequences&, const Forward&);   \
+  Status backward(const Call&, const Sequences&, const Backward&); \
+  Status forward(const Call&, const Points&, const Forward&);      \
+  Status backward(const Call&, const Points&, const Backward&);    \
   }
 LINBIAS_DECLARE(avx512_amx)
 LINBIAS_DECLARE(avx512_bf16)
@@ -49,6 +51,8 @@ struct Target {
   Status (*forward)(const Call&, const Forward&);
   Status (*forward_appended)(const Call&, const NewTokens&, const Forward&);
   Status (*backward)(const Call&, const Backward&);
+  Status (*forward_sequences)(const Call&, const Sequences&, const Forward&);
+  Status (*backward_sequences)(const Call&, const Sequences&, const Backward&);
   Status (*forward_points)(const Call&, const Points&, const Forward&);
   Status (*backward_points)(const Call&, const Points&, const Backward&);
   bool (*pays)() = always;  // where not, only force_target chooses it
@@ -113,7 +117,8 @@ const Cpu& cpu() {
 #endif
 
 // Those that CMakeLists.txt compiles, best first. On 64-bit Arm the baseline is NEON, which every such CPU has.
-#define LINBIAS_FUNCTIONS(name) name::forward, name::forward, name::backward, name::forward, name::backward
+#define LINBIAS_FUNCTIONS(name) \
+  name::forward, name::forward, name::backward, name::forward, name::backward, name::forward, name::backward
 const Target kTargets[] = {
 #if defined(LINBIAS_TARGET_avx512_amx)
     {"avx512_amx", has_avx512_amx, LINBIAS_FUNCTIONS(avx512_amx)},
@@ -176,6 +181,13 @@ Status forward(const Call& call, const NewTokens& tokens, const Forward& results
 }
 Status backward(const Call& call, const Backward& results) {
   return current().backward(with_possible_threads(call), results);
+}
+
+Status forward(const Call& call, const Sequences& sequences, const Forward& results) {
+  return current().forward_sequences(with_possible_threads(call), sequences, results);
+}
+Status backward(const Call& call, const Sequences& sequences, const Backward& results) {
+  return current().backward_sequences(with_possible_threads(call), sequences, results);
 }
 
 Status forward(const Call& call, const Points& points, const Forward& results) {

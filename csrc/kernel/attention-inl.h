@@ -26,6 +26,8 @@
 #include "kernel/decode-inl.h"
 #include "kernel/forward-inl.h"
 #include "kernel/points-inl.h"
+#include "kernel/reach-inl.h"
+#include "kernel/sequences-inl.h"
 #if defined(LINBIAS_BFLOAT16)
 #include "kernel/bfloat16/backward-inl.h"
 #include "kernel/bfloat16/forward-inl.h"
@@ -63,12 +65,14 @@ template <typename W, typename In>
 Status forward_as(const Call& call, const Forward& results) {
   const bool small = call.T <= kFewQueries && call.D <= kLargestSize && call.E <= kLargestSize;
   if (small && !call.precise && !(call.dropout > 0)) return decode_as<W, In>(call, results);
+  return within_reach<W, In>(call, [&](const Call& narrowed) {
 #if defined(LINBIAS_BFLOAT16)
-  if constexpr (kInBfloat16<In>) {
-    if (pays_in_bfloat16<In>(call)) return forward_with<Bfloat16ForwardWork<In>>(call, results);
-  }
+    if constexpr (kInBfloat16<In>) {
+      if (pays_in_bfloat16<In>(narrowed)) return forward_with<Bfloat16ForwardWork<In>>(narrowed, results);
+    }
 #endif
-  return forward_with<ForwardWork<W, In>>(call, results);
+    return forward_with<ForwardWork<W, In>>(narrowed, results);
+  });
 }
 
 template <typename W, typename In>
@@ -108,6 +112,18 @@ Status forward(const Call& call, const NewTokens& tokens, const Forward& results
 
 Status backward(const Call& call, const Backward& results) {
   return with_types(call, [&]<typename W, typename In>(W, In) { return backward_as<W, In>(call, results); });
+}
+
+Status forward(const Call& call, const Sequences& sequences, const Forward& results) {
+  return with_types(call, [&]<typename W, typename In>(W, In) {
+    return each_sequence<W, In>(call, sequences, results, forward_as<W, In>);
+  });
+}
+
+Status backward(const Call& call, const Sequences& sequences, const Backward& results) {
+  return with_types(call, [&]<typename W, typename In>(W, In) {
+    return each_sequence<W, In>(call, sequences, results, backward_as<W, In>);
+  });
 }
 
 Status forward(const Call& call, const Points& points, const Forward& results) {

@@ -186,10 +186,9 @@ struct BackwardTask {
   void collect_rows(int64_t index, int64_t from, int64_t to, int64_t first, int64_t count) const {
     const Head<W>& head = packed.heads.data[index];
     const SeenKeys<W> seen(call, index);
-    const int64_t at = index * call.S + head.first;
     for (int64_t s = larger_of(from, seen.first - head.first); s < smaller_of(to, seen.end - head.first); ++s) {
       const auto add_up = [&](const W* gradients, int64_t padded, int64_t size, W factor, void* to_rows) {
-        W* to_row = static_cast<W*>(to_rows) + (at + s) * size;
+        W* to_row = static_cast<W*>(to_rows) + key_at(call, call.G, index, head.first + s) * size;
         for (int64_t x = 0; x < size; ++x) to_row[x] = 0;
         for (int64_t source = first; source < first + count; ++source) {
           if (!blocks[source].holds(s / kKeys)) continue;
@@ -258,7 +257,7 @@ Status backward_with(const Call& call, const Backward& results) {
     const double* of_slices = position_sums.data + at / call.S * num_slices * call.S + at % call.S;
     double total = 0;
     for (int64_t slice = 0; slice < num_slices; ++slice) total += of_slices[slice * call.S];
-    dpositions[at] = static_cast<W>(total);
+    dpositions[key_at(call, call.H, at / call.S, at % call.S)] = static_cast<W>(total);
   }
   return Status::ok;
 }

@@ -80,13 +80,15 @@ struct DecodeTask {
   int64_t* begin;   // [rows, 2]: the first block beyond the near ones on each side
   int64_t* end;     // [rows, 2]: the first block outwards that the certificate leaves out
   int64_t* slices;  // [rows * 2 + 1]: where the slices of a row and side begin
+  const PageRoom<In>& room;
   static constexpr int kLanes = Simd<W>::kLanes;
   static constexpr int64_t kBlocksAtOnce = 16;
 
   struct Row {
     int64_t b, h, first, num_keys, order, head;  // order: from key `first`; head: of the keys, b * G + g
     int64_t first_seen;                          // the row sees the keys [first_seen, num_keys)
-    const In *keys, *values;                     // of key `first`
+    RowsOf<In> keys, values;
+    In *key_room, *value_room;  // of the worker
     alignas(64) W q[kLargestSize];
     alignas(64) W acc[kLargestSize];
     alignas(64) W score[kKeys];
@@ -98,22 +100,24 @@ struct DecodeTask {
 
   int64_t num_rows() const { return call.B * call.H * call.T; }
 
-  void find_keys(int64_t b, int64_t g, Row& row) const {
+  void find_keys(int64_t b, int64_t g, int worker, Row& row) const {
     const KeyRange range(call, b, g);
     row.first = range.first;
     row.num_keys = range.count;
     row.first_seen = 0;
     row.head = b * call.G + g;
-    row.keys = row_of<In>(call.k, b, g, row.first);
-    row.values = row_of<In>(call.v, b, g, row.first);
+    row.keys = {&call, &call.k, b, g};
+    row.values = {&call, &call.v, b, g};
+    row.key_room = room.of_keys(worker);
+    row.value_room = room.of_values(worker);
   }
 
   // The largest |k| of some blocks of one head, NaN where something is not finite.
-  static void measure(void* context, int64_t task, int) {
+  static void measure(void* context, int64_t task, int worker) {
     const DecodeTask& self = *static_cast<const DecodeTask*>(context);
     const int64_t tasks = round_up(self.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
     Row row;
-    self.find_keys(task / tasks / self.call.G, task / tasks % self.call.G, row);
+    self.find_keys(task / tasks / self.call.G, task / tasks % self.call.G, worker, row);
     const int64_t from = task % tasks * kBlocksAtOnce;
     for (int64_t block = from; block < smaller_of(from + kBlocksAtOnce, self.num_blocks); ++block) {
       self.reach[kLeft][row.head * self.num_blocks + block] =
@@ -135,8 +139,9 @@ struct DecodeTask {
     typename Format<In>::Vector most{};  // of the values' sizes
     typename Format<In>::Bits last = 0;
     W largest_square = 0;
-    for (int64_t s = from; s < smaller_of(from + kKeys, row.num_keys); ++s) {
-      const In *key = row.keys + s * call.k.row, *value = row.values + s * call.v.row;
+    const int64_t count = larger_of(int64_t{0}, smaller_of(kKeys, row.num_keys - from));
+    for (int64_t s = row.first + from; s < row.first + from + count; ++s) {
+      const In *key = row.keys.at(s), *value = row.values.at(s);
       Vector<W> squares{};
       W square = 0;
       int64_t d = 0, e = 0;
@@ -153,8 +158,8 @@ struct DecodeTask {
     W longest = square_root(largest_square);
     if (!is_ordinary(largest_square)) {
       longest = 0;
-      for (int64_t s = from; s < smaller_of(from + kKeys, row.num_keys); ++s)
-        longest = larger_or_nan(longest, length_of<W>(row.keys + s * call.k.row, call.D, 1));
+      for (int64_t s = row.first + from; s < row.first + from + count; ++s)
+        longest = larger_or_nan(longest, length_of<W>(row.keys.at(s), call.D, 1));
     }
     for (int64_t j = 0; j < kStep; ++j) last = most[j] > last ? most[j] : last;
     return last < Format<In>::kInfinity ? longest * (1 + slack) : static_cast<W>(__builtin_nan(""));
@@ -169,11 +174,11 @@ struct DecodeTask {
   }
 
   // Begin with query row `index` of [B, H, T], with nothing visited yet.
-  void begin_row(int64_t index, Row& row) const {
+  void begin_row(int64_t index, int worker, Row& row) const {
     const int64_t t = index % call.T;
     row.b = index / call.T / call.H;
     row.h = index / call.T % call.H;
-    find_keys(row.b, row.h / (call.H / call.G), row);
+    find_keys(row.b, row.h / (call.H / call.G), worker, row);
     row.order = order_of(call, row.b, row.h, t) - row.first;
     const QueryRange range(call, row.b, t, row.first, row.num_keys);
     row.first_seen = range.is_empty() ? 0 : range.first;
@@ -184,10 +189,10 @@ struct DecodeTask {
   }
 
   // Visit the nearest blocks of a row, and find out how far it has to read.
-  static void run_near(void* context, int64_t index, int) {
+  static void run_near(void* context, int64_t index, int worker) {
     const DecodeTask& self = *static_cast<const DecodeTask*>(context);
     Row row;
-    self.begin_row(index, row);
+    self.begin_row(index, worker, row);
     const int64_t first = row.first_seen / kKeys, blocks = round_up(row.num_keys, kKeys) / kKeys;
     int64_t next[2] = {row.order >= row.first_seen ? smaller_of(row.order / kKeys, blocks - 1) : first - 1, 0};
     next[kRight] = next[kLeft] + 1;
@@ -227,7 +232,7 @@ struct DecodeTask {
     return next + outwards * covered;
   }
 
-  static void run_slice(void* context, int64_t slice, int) {
+  static void run_slice(void* context, int64_t slice, int worker) {
     const DecodeTask& self = *static_cast<const DecodeTask*>(context);
     int64_t at = 0, above = self.num_rows() * 2;  // slices[at] <= slice < slices[above]
     while (above - at > 1) {
@@ -235,7 +240,7 @@ struct DecodeTask {
       (self.slices[middle] <= slice ? at : above) = middle;
     }
     Row row;
-    self.begin_row(at / 2, row);
+    self.begin_row(at / 2, worker, row);
     const int64_t outwards = at % 2 == kLeft ? -1 : 1, count = outwards * (self.end[at] - self.begin[at]);
     const int64_t from = (slice - self.slices[at]) * kSliceBlocks;
     const int64_t to = smaller_of(from + kSliceBlocks, count);
@@ -265,10 +270,12 @@ struct DecodeTask {
       row[0] = high;
       for (int64_t i = 1; i < 2 + E; ++i) row[i] = row[i] * keep + other[i] * add;
     }
-    store_output<W>(self.results, index * E, E, row + 2, 1 / (row[1] == 0 ? W{1} : row[1]));
-    if (self.results.row_max) static_cast<W*>(self.results.row_max)[index] = row[0];
+    const int64_t T = self.call.T, H = self.call.H;
+    const int64_t at = query_at(self.call, index / T / H, index / T % H, index % T);
+    store_output<W>(self.results, at * E, E, row + 2, 1 / (row[1] == 0 ? W{1} : row[1]));
+    if (self.results.row_max) static_cast<W*>(self.results.row_max)[at] = row[0];
     if (self.results.log_sum)
-      static_cast<W*>(self.results.log_sum)[index] = static_cast<W>(__builtin_log(static_cast<double>(row[1])));
+      static_cast<W*>(self.results.log_sum)[at] = static_cast<W>(__builtin_log(static_cast<double>(row[1])));
   }
 
   void load_query(int64_t t, Row& row) const {
@@ -286,8 +293,8 @@ struct DecodeTask {
   }
 
   // Products of the query with one vector of keys; those after `last` are as the last.
-  LINBIAS_INLINE void products(const Row& row, const In* key, int64_t last, W* to) const {
-    const auto at = [&](int64_t i, int64_t d) { return key + smaller_of(i, last) * call.k.row + d; };
+  LINBIAS_INLINE void products(const Row& row, const In* key, int64_t step, int64_t last, W* to) const {
+    const auto at = [&](int64_t i, int64_t d) { return key + smaller_of(i, last) * step + d; };
     Vector<W> totals[kLanes] = {};
     int64_t d = 0;
     for (; d + kLanes <= call.D; d += kLanes) {
@@ -318,23 +325,24 @@ struct DecodeTask {
   }
 
   void prefetch_keys(const Row& row, int64_t block) const {
-    const int64_t count = count_keys(row, block);
-    if (count > 0) prefetch(row.keys + block * kKeys * call.k.row, count, call.k.row, call.D);
+    const int64_t count = count_keys(row, block), from = row.first + block * kKeys;
+    if (count > 0) prefetch(row.keys.at(from), row.keys.in_a_row(from, count), call.k.row, call.D);
   }
 
   // Add a block to the sums of a row. While its keys are read memory is asked for its values, and after them for the
   // keys of the block that is likely to follow: both blocks whole would crowd each other out of the first cache.
   void visit(int64_t block, Row& row, int64_t following) const {
     const int64_t from = block * kKeys, count = count_keys(row, block);
-    const In *key = row.keys + from * call.k.row, *value = row.values + from * call.v.row;
-    int64_t i = 0;
+    int64_t key_step, value_step, i = 0;
+    const In* key = row.keys.block(row.first + from, count, call.D, row.key_room, key_step);
+    const In* value = row.values.block(row.first + from, count, call.E, row.value_room, value_step);
     for (; i + kLanes <= count; i += kLanes) {
-      prefetch(value + i * call.v.row, kLanes, call.v.row, call.E);
-      products(row, key + i * call.k.row, kLanes - 1, row.score + i);
+      prefetch(value + i * value_step, kLanes, value_step, call.E);
+      products(row, key + i * key_step, key_step, kLanes - 1, row.score + i);
     }
     if (i < count) {
-      prefetch(value + i * call.v.row, count - i, call.v.row, call.E);
-      products(row, key + i * call.k.row, count - i - 1, row.score + i);
+      prefetch(value + i * value_step, count - i, value_step, call.E);
+      products(row, key + i * key_step, key_step, count - i - 1, row.score + i);
     }
     prefetch_keys(row, following);
     W high = -kInfinity<W>;
@@ -362,30 +370,29 @@ struct DecodeTask {
       store<W>(row.score + i, weight);
     }
     row.row_sum += sum<W>(total);
-    add_values(row, value, count);
+    add_values(row, value, value_step, count);
   }
 
-  LINBIAS_INLINE void add_values(Row& row, const In* value, int64_t count) const {
+  LINBIAS_INLINE void add_values(Row& row, const In* value, int64_t step, int64_t count) const {
     int64_t e = 0;
-    for (; e + 4 * kLanes <= call.E; e += 4 * kLanes) add_columns<4>(row, value, count, e);
-    for (; e + 2 * kLanes <= call.E; e += 2 * kLanes) add_columns<2>(row, value, count, e);
-    for (; e + kLanes <= call.E; e += kLanes) add_columns<1>(row, value, count, e);
+    for (; e + 4 * kLanes <= call.E; e += 4 * kLanes) add_columns<4>(row, value, step, count, e);
+    for (; e + 2 * kLanes <= call.E; e += 2 * kLanes) add_columns<2>(row, value, step, count, e);
+    for (; e + kLanes <= call.E; e += kLanes) add_columns<1>(row, value, step, count, e);
     for (; e < call.E; ++e) {
       W total = 0;
-      for (int64_t i = 0; i < count; ++i) total += static_cast<W>(widen(value[i * call.v.row + e])) * row.score[i];
+      for (int64_t i = 0; i < count; ++i) total += static_cast<W>(widen(value[i * step + e])) * row.score[i];
       row.acc[e] += total;
     }
   }
 
   // Some vectors of the values' columns, from e on: as many sums at a time as hide the time that adding takes.
   template <int kVectors>
-  LINBIAS_INLINE void add_columns(Row& row, const In* value, int64_t count, int64_t e) const {
+  LINBIAS_INLINE void add_columns(Row& row, const In* value, int64_t step, int64_t count, int64_t e) const {
     constexpr int kKeysAtOnce = 4 / kVectors;
     Vector<W> totals[kKeysAtOnce][kVectors] = {};
     const auto add = [&](int at, int64_t i) {
 #pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j)
-        totals[at][j] += load_wide(value + i * call.v.row + e + j * kLanes) * row.score[i];
+      for (int j = 0; j < kVectors; ++j) totals[at][j] += load_wide(value + i * step + e + j * kLanes) * row.score[i];
     };
     int64_t i = 0;
     for (; i + kKeysAtOnce <= count; i += kKeysAtOnce) {
@@ -446,7 +453,8 @@ Status decode_as(const Call& call, const Forward& results) {
   Buffer<int64_t> ends;
   if (!call.key_bound && !reach.allocate(2, num_heads, num_blocks)) return Status::out_of_memory;
   const int64_t most_slices = 2 * (num_blocks / kSliceBlocks + 1);  // of a row
-  if (!ends.allocate(num_rows + 1, 6) || !sums.allocate(num_rows, 1 + most_slices, 2 + call.E))
+  PageRoom<In> room(call);
+  if (!ends.allocate(num_rows + 1, 6) || !sums.allocate(num_rows, 1 + most_slices, 2 + call.E) || !room.allocate(call))
     return Status::out_of_memory;
   DecodeTask<W, In> task{call,
                          results,
@@ -456,7 +464,8 @@ Status decode_as(const Call& call, const Forward& results) {
                          sums.data,
                          ends.data,
                          ends.data + num_rows * 2,
-                         ends.data + num_rows * 4};
+                         ends.data + num_rows * 4,
+                         room};
   if (!call.key_bound && num_blocks == 1) {
     for (int64_t i = 0; i < 2 * num_heads; ++i) reach.data[i] = kInfinity<W>;  // to find it is to read it
   } else if (!call.key_bound) {

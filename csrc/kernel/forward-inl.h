@@ -93,7 +93,8 @@ Status forward_with(const Call& call, const Forward& results) {
   // Ranges of queries leave a tile so few of a head's keys that these stay in a cache however many there are.
   const bool small = call.query_range || packed.is_small(packed.bytes_per_key());
   packed.by_head = small && call.B * call.G >= kEnoughHeads * call.num_threads;
-  if (!packed.allocate(call) || !scratches.allocate(call, packed)) return Status::out_of_memory;
+  if (!packed.allocate(call) || !pack.room.allocate(call) || !scratches.allocate(call, packed))
+    return Status::out_of_memory;
   const int64_t num_tiles = round_up(call.T, kRows) / kRows;
   ForwardTask<Work> task{call, results, packed, pack, scratches.each.data, num_tiles};
   if (packed.by_head) {

@@ -54,9 +54,17 @@ inline int64_t most_seen(const Call& call) {
   return most;
 }
 
+// Where query t of a query head, and key s of head `index` of [B, heads], stand among the rows of results.
+inline int64_t query_at(const Call& call, int64_t b, int64_t h, int64_t t) {
+  return call.by_row ? (b * call.T + t) * call.H + h : (b * call.H + h) * call.T + t;
+}
+inline int64_t key_at(const Call& call, int64_t heads, int64_t index, int64_t s) {
+  return call.by_row ? (index / heads * call.S + s) * heads + index % heads : index * call.S + s;
+}
+
 // The key at which query t of a head stands, which may be none that there is.
 inline int64_t order_of(const Call& call, int64_t b, int64_t h, int64_t t) {
-  if (call.own_key) return clamp(call.own_key[(b * call.H + h) * call.T + t], -kLargestStart, kLargestStart);
+  if (call.own_key) return clamp(call.own_key[query_at(call, b, h, t)], -kLargestStart, kLargestStart);
   return (call.query_start ? clamp(call.query_start[b], -kLargestStart, kLargestStart) : call.S - call.T) + t;
 }
 
@@ -75,6 +83,45 @@ template <typename In>
 const In* row_of(const Array& array, int64_t b, int64_t head, int64_t row) {
   return static_cast<const In*>(array.data) + b * array.batch + head * array.head + row * array.row;
 }
+
+// Keys or values of one head of a batch row, one row after the other or in pages.
+template <typename In>
+struct RowsOf {
+  const Call* call;
+  const Array* array;
+  int64_t b, head;
+
+  const In* at(int64_t row) const {
+    if (!call->pages) return row_of<In>(*array, b, head, row);
+    const int64_t page = call->pages[b * call->pages_row + row / call->page_keys];
+    return row_of<In>(*array, clamp(page, 0, call->num_pages - 1), head, row % call->page_keys);
+  }
+  // How many rows from `row` on lie `array->row` apart, of the `count` that are asked for.
+  int64_t in_a_row(int64_t row, int64_t count) const {
+    return call->pages ? smaller_of(count, call->page_keys - row % call->page_keys) : count;
+  }
+  // `count` rows from `row` on, `step` apart: where they lie, or copied to room[count, size] out of several pages.
+  const In* block(int64_t row, int64_t count, int64_t size, In* room, int64_t& step) const {
+    step = array->row;
+    if (in_a_row(row, count) == count) return at(row);
+    step = size;
+    for (int64_t i = 0; i < count; ++i)
+      __builtin_memcpy(room + i * size, at(row + i), sizeof(In) * static_cast<size_t>(size));
+    return room;
+  }
+};
+
+// Room for a block of keys or values, and each worker has one for both, where pages may cut blocks apart.
+template <typename In>
+struct PageRoom {
+  Buffer<In> rooms;  // [workers, 2, kKeys, size]
+  int64_t size;
+
+  explicit PageRoom(const Call& call) : size(call.pages ? kKeys * larger_of(call.D, call.E) : 0) {}
+  bool allocate(const Call& call) { return !size || rooms.allocate(call.num_threads, 2, size); }
+  In* of_keys(int worker) const { return rooms.data + worker * 2 * size; }
+  In* of_values(int worker) const { return of_keys(worker) + size; }
+};
 
 // factor * from[size] to the output, from its entry `at` on.
 template <typename W>
@@ -132,8 +179,10 @@ void clear_unseen_gradients(const Call& call, const Backward& results) {
   for (int64_t head = 0; head < call.B * call.G; ++head) {
     const SeenKeys<W> seen(call, head);
     const auto clear = [&](void* gradient, int64_t size, int64_t from, int64_t to) {
-      W* rows = static_cast<W*>(gradient) + (head * call.S + from) * size;
-      if (to > from) __builtin_memset(rows, 0, sizeof(W) * static_cast<size_t>((to - from) * size));
+      for (int64_t s = from; s < to; ++s) {
+        W* row = static_cast<W*>(gradient) + key_at(call, call.G, head, s) * size;
+        __builtin_memset(row, 0, sizeof(W) * static_cast<size_t>(size));
+      }
     };
     clear(results.dk, call.D, 0, seen.first);
     clear(results.dk, call.D, seen.end, call.S);

@@ -84,14 +84,15 @@ struct Packed : Packing {
 
 // The mean of about kSampled keys, to center[padded_D]: any center makes a valid bound, and this one costs next to
 // nothing. Returns its length.
-template <typename W, typename In>
-W center_of(const In* keys, int64_t row, int64_t num_keys, int64_t D, int64_t padded_D, W* center) {
+template <typename W, typename At>
+W center_of(const At& key_at, int64_t num_keys, int64_t D, int64_t padded_D, W* center) {
   constexpr int64_t kSampled = 512;
   const int64_t every = round_up(larger_of(num_keys, 1), kSampled) / kSampled;
   for (int64_t d = 0; d < padded_D; ++d) center[d] = 0;
   W count = 0, squares = 0;
   for (int64_t s = 0; s < num_keys; s += every, ++count) {
-    for (int64_t d = 0; d < D; ++d) center[d] += static_cast<W>(widen(keys[s * row + d]));
+    const auto* key = key_at(s);
+    for (int64_t d = 0; d < D; ++d) center[d] += static_cast<W>(widen(key[d]));
   }
   for (int64_t d = 0; d < D; ++d) {
     center[d] /= count > 0 ? count : W{1};
@@ -104,10 +105,12 @@ template <typename W, typename In>
 struct PackTask {
   const Call& call;
   Packed<W>& packed;
+  PageRoom<In> room;
   static constexpr int64_t kBlocksAtOnce = 16;
 
-  PackTask(const Call& for_call, Packed<W>& to) : call(for_call), packed(to) {
-    packed.in_place = packed.backward ? can_lie(call.k, call.D) : !packed.certify && can_lie(call.v, call.E);
+  PackTask(const Call& for_call, Packed<W>& to) : call(for_call), packed(to), room(for_call) {
+    packed.in_place =
+        packed.backward ? can_lie(call.k, call.D) : !packed.certify && !call.pages && can_lie(call.v, call.E);
   }
 
   // Whether rows of inputs can serve as they are: whole vectors, with few gaps between them.
@@ -133,25 +136,22 @@ struct PackTask {
     head.value_row = packed.in_place ? call.v.row : packed.padded_E;
     if (packed.backward) {
       head.value_columns = packed.value_columns.data + slot * packed.rows * call.E;
-      head.keys = packed.in_place ? reinterpret_cast<const W*>(keys_of(index)) : packed_keys(slot);
+      head.keys = packed.in_place ? reinterpret_cast<const W*>(keys_of(index).at(head.first)) : packed_keys(slot);
     } else {
-      head.values = packed.in_place ? reinterpret_cast<const W*>(values_of(index)) : packed_values(slot);
+      head.values = packed.in_place ? reinterpret_cast<const W*>(values_of(index).at(head.first)) : packed_values(slot);
     }
   }
 
   W* packed_keys(int64_t slot) const { return packed.keys.data + slot * packed.rows * packed.padded_D; }
   W* packed_values(int64_t slot) const { return packed.values.data + slot * packed.rows * packed.padded_E; }
 
-  const In* keys_of(int64_t index) const {
-    return row_of<In>(call.k, index / call.G, index % call.G, packed.heads.data[index].first);
-  }
-  const In* values_of(int64_t index) const {
-    return row_of<In>(call.v, index / call.G, index % call.G, packed.heads.data[index].first);
-  }
+  RowsOf<In> keys_of(int64_t index) const { return {&call, &call.k, index / call.G, index % call.G}; }
+  RowsOf<In> values_of(int64_t index) const { return {&call, &call.v, index / call.G, index % call.G}; }
 
   void find_center(int64_t index) const {
     Head<W>& head = packed.heads.data[index];
-    head.center_norm = center_of(keys_of(index), call.k.row, head.num_keys, call.D, packed.padded_D, head.center);
+    const auto key_at = [&, keys = keys_of(index)](int64_t s) { return keys.at(head.first + s); };
+    head.center_norm = center_of(key_at, head.num_keys, call.D, packed.padded_D, head.center);
   }
 
   // Pack some blocks, and measure each while it is in the cache.
@@ -159,7 +159,7 @@ struct PackTask {
     const Head<W>& head = packed.heads.data[index];
     const bool measure_spread = packed.by_spread && has_a_long_window(index);
     for (int64_t block = from; block < smaller_of(to, head.num_blocks); ++block) {
-      pack_block(index, slot, block);
+      pack_block(index, slot, block, worker);
       if (packed.certify) {
         measure_block<W>(call, head, block, packed.padded_E, measure_spread, slack_of<W>(call.D),
                          packed.room.data + worker * (call.D + kKeys) * kKeys);
@@ -170,19 +170,32 @@ struct PackTask {
     }
   }
 
-  void pack_block(int64_t index, int64_t slot, int64_t block) const {
+  // The rows of a block of one head.
+  struct Block {
+    int64_t count, key_row, value_row;
+    const In *k, *v;
+
+    Block(const PackTask& task, int64_t index, int64_t block, int worker) {
+      const Head<W>& head = task.packed.heads.data[index];
+      const int64_t from = head.first + block * kKeys;
+      count = smaller_of(kKeys, head.num_keys - block * kKeys);
+      k = task.keys_of(index).block(from, count, task.call.D, task.room.of_keys(worker), key_row);
+      v = task.values_of(index).block(from, count, task.call.E, task.room.of_values(worker), value_row);
+    }
+  };
+
+  void pack_block(int64_t index, int64_t slot, int64_t block, int worker) const {
     const Head<W>& head = packed.heads.data[index];
-    const In* k = keys_of(index) + block * kKeys * call.k.row;
-    const In* v = values_of(index) + block * kKeys * call.v.row;
-    const int64_t D = call.D, E = call.E, count = head.num_keys - block * kKeys;
-    pack_columns<W>(k, call.k.row, count, D, head.key_columns + block * D * kKeys);
-    if (packed.backward) pack_columns<W>(v, call.v.row, count, E, head.value_columns + block * E * kKeys);
+    const Block from(*this, index, block, worker);
+    const int64_t D = call.D, E = call.E;
+    pack_columns<W>(from.k, from.key_row, from.count, D, head.key_columns + block * D * kKeys);
+    if (packed.backward) pack_columns<W>(from.v, from.value_row, from.count, E, head.value_columns + block * E * kKeys);
     if (packed.in_place) return;
     if (packed.backward) {
-      pack_rows<W>(k, call.k.row, count, D, W{1}, kKeys, packed.padded_D,
+      pack_rows<W>(from.k, from.key_row, from.count, D, W{1}, kKeys, packed.padded_D,
                    packed_keys(slot) + block * kKeys * packed.padded_D);
     } else {
-      pack_rows<W>(v, call.v.row, count, E, W{1}, kKeys, packed.padded_E,
+      pack_rows<W>(from.v, from.value_row, from.count, E, W{1}, kKeys, packed.padded_E,
                    packed_values(slot) + block * kKeys * packed.padded_E);
     }
   }

@@ -147,8 +147,8 @@ struct PointsTask {
     head.radius = radius.data + slot * num_blocks;
     head.spread = spread.data + slot * num_blocks;
     head.center = center.data + slot * padded_D;
-    head.center_norm =
-        center_of(row_of<In>(call.k, index / call.G, index % call.G, 0), call.k.row, N, call.D, padded_D, head.center);
+    head.center_norm = center_of([&](int64_t s) { return row_of<In>(call.k, index / call.G, index % call.G, s); }, N,
+                                 call.D, padded_D, head.center);
   }
 
   void pack_block(int64_t index, int64_t slot, int64_t block, const Scratch& scratch) const {

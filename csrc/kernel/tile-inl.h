@@ -162,7 +162,7 @@ struct Tile {
     return clamp(end - block * kKeys, 0, kKeys);
   }
 
-  int64_t index(int64_t i) const { return (b * call->H + h) * call->T + start + i; }
+  int64_t index(int64_t i) const { return query_at(*call, b, h, start + i); }
 };
 
 // The biased scores of one row of a block: score - slope * distance, -inf where hidden, which goes by order.

@@ -1,7 +1,7 @@
 // The core against a double loop, without Python: every type, sizes around the vector width, ranges and starts of every
 // kind, few queries and many, one and many threads. certificate_test.cpp adds what the core may leave out,
 // parallel_test.cpp how tasks are shared out, points_test.cpp attention over points, precision_test.cpp in how many
-// terms blocks are computed.
+// terms blocks are computed, sequences_test.cpp sequences of lengths of their own, in pages too.
 //
 //     attention_test             on every target that runs here
 //     attention_test avx2 ...    on these
@@ -944,6 +944,7 @@ int main(int count, char** names) {
            test_new_tokens_go_into_the_cache<Brain>,
            test_points,
            test_precision_by_distance,
+           test_sequences,
            test_several_threads_may_call_at_once_and_be_interrupted,
            test_what_is_left_out,
        }) {

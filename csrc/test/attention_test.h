@@ -430,5 +430,6 @@ void test_what_is_left_out();       // certificate_test.cpp
 void test_tasks_are_shared_out();   // parallel_test.cpp
 void test_points();                 // points_test.cpp
 void test_precision_by_distance();  // precision_test.cpp
+void test_sequences();              // sequences_test.cpp
 
 }  // namespace linbias::testing

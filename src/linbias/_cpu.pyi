@@ -41,6 +41,10 @@ class Call:
         key_bound: int = 0,
         positions: Array = ...,
         query_positions: Array = ...,
+        pages: int = 0,
+        pages_row: int = 0,
+        page_keys: int = 0,
+        num_pages: int = 0,
         scale: float,
         dropout: float = 0.0,
         tolerance: float,
@@ -83,6 +87,17 @@ class Backward:
         dquery_positions: int = 0,
     ) -> None: ...
 
+class Sequences:
+    def __init__(
+        self,
+        *,
+        count: int,
+        query_offsets: int,
+        key_offsets: int = 0,
+        key_counts: int = 0,
+        page_norms: int = 0,
+    ) -> None: ...
+
 class Points:
     def __init__(
         self, *, at: int, order: int, clouds: int, axes: int, global_tokens: int, manhattan: bool
@@ -93,9 +108,13 @@ def forward(call: Call, results: Forward) -> None: ...
 @overload
 def forward(call: Call, tokens: NewTokens, results: Forward) -> None: ...
 @overload
+def forward(call: Call, sequences: Sequences, results: Forward) -> None: ...
+@overload
 def forward(call: Call, points: Points, results: Forward) -> None: ...
 @overload
 def backward(call: Call, results: Backward) -> None: ...
+@overload
+def backward(call: Call, sequences: Sequences, results: Backward) -> None: ...
 @overload
 def backward(call: Call, points: Points, results: Backward) -> None: ...
 def target() -> str: ...

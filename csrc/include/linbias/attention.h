@@ -39,6 +39,12 @@ struct Call {
   const void* key_bound = nullptr;            // [B, G], wide: at least |k| of every key, all of them finite; or null
   Array positions;        // [B, H, S], double: of the keys of a query head, never falling; or no data: counted
   Array query_positions;  // [B, H, T], likewise, with positions: each between those of its own key and of the next
+  // Keys and values in pages of `page_keys` rows, for forward: key s of batch row b is row s % page_keys of page
+  // pages[b * pages_row + s / page_keys], clamped to [0, num_pages), of k and v, whose `batch` is from page to page.
+  const std::int32_t* pages = nullptr;  // or null: one row after the other
+  std::int64_t pages_row = 0, page_keys = 0, num_pages = 0;
+  bool by_row =
+      false;  // rows before heads, where arrays say [B, H, T] or [B, G, S]: own_key, and all results but visited
   double scale = 1, dropout = 0, tolerance = 0;
   std::uint32_t seed = 0;
   std::uint32_t first_query = 0, first_key = 0;  // what row 0 of q and of k count as in the mask of dropout
@@ -91,6 +97,20 @@ struct NewTokens {
   void* key_bound = nullptr;  // [B, G], wide: that of the call, raised to new keys' norms; NaN where one is not finite
 };
 
+// Sequences of lengths of their own in one call, whose B is 1 and whose T and S are the rows of all of them: sequence i
+// has the rows of q [query_offsets[i], query_offsets[i + 1]), which results have as well, and likewise of k and v; or,
+// with pages, key_counts[i] keys in pages of its own. `left`, `right`, `key_range`, `query_start`, dleft and dright
+// have a row for each sequence, in which keys count from its first; `query_range` counts them so, too. `visited` is [H,
+// visited_tiles, 2], of 2 (T / kTileRows + count) tiles at least: those of sequence i begin at tile 2 (query_offsets[i]
+// / kTileRows + i), divisions rounded down.
+struct Sequences {
+  std::int64_t count = 0;
+  const std::int64_t* query_offsets = nullptr;  // [count + 1], never falling, from 0 up to T
+  const std::int64_t* key_offsets = nullptr;    // likewise, up to S; or null, with pages
+  const std::int32_t* key_counts = nullptr;     // [count], clamped to the pages of a row of the table
+  const void* page_norms = nullptr;             // [num_pages, G], wide: at least |k| of every key of a page; or null
+};
+
 // All arrays contiguous; dq, dk, dv are wide.
 struct Backward {
   const void* dout = nullptr;        // [B, H, T, E], wide
@@ -110,6 +130,8 @@ enum class Status : std::int32_t { ok = 0, out_of_memory = 1 };
 Status forward(const Call& call, const Forward& results);
 Status forward(const Call& call, const NewTokens& tokens, const Forward& results);  // after writing them
 Status backward(const Call& call, const Backward& results);
+Status forward(const Call& call, const Sequences& sequences, const Forward& results);
+Status backward(const Call& call, const Sequences& sequences, const Backward& results);
 
 // The CPU target in use ("baseline", "avx2", "avx512", "neon"), those that were compiled and run on this machine,
 // and a switch for tests; force_target(nullptr) goes back to the best. Returns whether the target is there.

@@ -81,23 +81,24 @@ struct Bfloat16BackwardWork {
       scratch.row_max[i] = scratch.pivot[i] = kInfinity<float>;  // 2^(score - inf) = 0: no weight in a row without keys
       scratch.log_sum_bits[i] = 0;
     }
-    const int64_t at = tile.index(0), E = call.E, deep_E = packed.deep_E;
-    const float* given = static_cast<const float*>(results.dout) + at * E;
-    const float* out = static_cast<const float*>(results.saved.out) + at * E;
+    const int64_t E = call.E, deep_E = packed.deep_E;
     Words beyond[kMostTerms] = {};  // whether a term is not 0 somewhere
     for (int64_t i = 0; i < (kFine ? kRows : kPaddedQueries); ++i) {
       const bool seen = i < tile.rows && find_pivot(i);
+      const int64_t at = tile.index(i);
+      const float* given = static_cast<const float*>(results.dout) + at * E;
+      const float* out = static_cast<const float*>(results.saved.out) + at * E;
       const float per_sum = seen ? 1 / scratch.row_sum[i] : 1;
       Floats delta{};
       for (int64_t e = 0; e < deep_E; e += 32) {
         Floats x[2] = {}, y[2] = {};
         const size_t bytes = sizeof(float) * static_cast<size_t>(seen ? smaller_of(larger_of(E - e, 0), 32) : 0);
         if (bytes == sizeof x) {
-          __builtin_memcpy(x, given + i * E + e, sizeof x);
-          __builtin_memcpy(y, out + i * E + e, sizeof y);
+          __builtin_memcpy(x, given + e, sizeof x);
+          __builtin_memcpy(y, out + e, sizeof y);
         } else if (bytes > 0) {
-          __builtin_memcpy(x, given + i * E + e, bytes);
-          __builtin_memcpy(y, out + i * E + e, bytes);
+          __builtin_memcpy(x, given + e, bytes);
+          __builtin_memcpy(y, out + e, bytes);
         }
         delta += x[0] * y[0] + x[1] * y[1];
         uint16_t* to = scratch.rows + i * deep_E + e;
@@ -107,7 +108,7 @@ struct Bfloat16BackwardWork {
         };
         split(x[0] * per_sum, x[1] * per_sum, put);
       }
-      if (seen) scratch.delta[i] = (sum<float>(delta) - lse_gradient<float>(results, at + i)) * per_sum;
+      if (seen) scratch.delta[i] = (sum<float>(delta) - lse_gradient<float>(results, at)) * per_sum;
     }
     dout_terms = kMostTerms;
     while (!kFine && dout_terms > 1 && in_all_lanes((Lanes)(beyond[dout_terms - 1] == 0u))) --dout_terms;

@@ -96,32 +96,31 @@ struct Bfloat16PackTask : PackTask<float, In> {
     const bool measure_spread = packed.by_spread && this->has_a_long_window(index);
     MatrixUnit unit;
     for (int64_t block = from; block < smaller_of(to, head.num_blocks); ++block) {
-      const In* k = this->keys_of(index) + block * kKeys * call.k.row;
-      const In* v = this->values_of(index) + block * kKeys * call.v.row;
-      const int64_t count = head.num_keys - block * kKeys;
+      const typename PackTask<float, In>::Block given(*this, index, block, worker);
       const Terms<uint16_t> keys = packed.keys_at(slot, block);
       Terms<uint16_t> values;  // in which what is not finite shows in the first term
-      pack_terms(k, call.k.row, count, call.D, kKeys, keys);
+      pack_terms(given.k, given.key_row, given.count, call.D, kKeys, keys);
       if (packed.backward) {
         values = packed.values_at(slot, block);
-        pack_terms(v, call.v.row, count, call.E, kKeys, values);
+        pack_terms(given.v, given.value_row, given.count, call.E, kKeys, values);
         pack_transposed(keys, packed.padded_D, packed.keys_transposed_at(slot, block));
       } else {
         values = packed.values_transposed_at(slot, block);
         const Terms<uint16_t> room = {packed.rows_room.data + worker * kKeys * packed.deep_E, packed.deep_E};
-        pack_transposed(v, call.v.row, count, call.E, packed.padded_E, room, values);
+        pack_transposed(given.v, given.value_row, given.count, call.E, packed.padded_E, room, values);
       }
       head.radius[block] = zero_or_nan(keys.data, keys.step) + zero_or_nan(values.data, values.step);
       if (packed.measures) {
-        measure(unit, head, block, k, keys, measure_spread, worker);
+        measure(unit, head, block, given, keys, measure_spread, worker);
       }
     }
   }
 
   // Does what measure_block does, but takes the Gram matrix of the keys as they are, whose products are exact but for
   // the terms left out, and subtracts the center afterwards; `bound` allows for the rounding of that.
-  void measure(MatrixUnit& unit, const Head<float>& head, int64_t block, const In* given, Terms<uint16_t> keys,
-               bool measure_spread, int worker) const {
+  void measure(MatrixUnit& unit, const Head<float>& head, int64_t block,
+               const typename PackTask<float, In>::Block& given, Terms<uint16_t> keys, bool measure_spread,
+               int worker) const {
     const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys), deep_D = packed.deep_D;
     const float slack = slack_of<float>(call.D);
     float along[kKeys], largest_square = 0;  // along: k.c
@@ -136,7 +135,7 @@ struct Bfloat16PackTask : PackTask<float, In> {
       along[s] = sum<float>(products);
     }
     const bool ordinary = is_ordinary(largest_square);
-    const float radius = ordinary ? square_root(largest_square) : longest_from_center(head, given, count);
+    const float radius = ordinary ? square_root(largest_square) : longest_from_center(head, given);
     head.radius[block] += radius;
     head.spread[block] = head.radius[block];
     if (!measure_spread || !ordinary) return;
@@ -164,11 +163,11 @@ struct Bfloat16PackTask : PackTask<float, In> {
   }
 
   // The largest |k - center| of some keys whose squares vanish or overflow.
-  float longest_from_center(const Head<float>& head, const In* keys, int64_t count) const {
+  float longest_from_center(const Head<float>& head, const typename PackTask<float, In>::Block& given) const {
     float longest = 0, difference[kLargestSize];
     if (call.D > kLargestSize) return __builtin_nanf("");
-    for (int64_t s = 0; s < count; ++s) {
-      for (int64_t d = 0; d < call.D; ++d) difference[d] = widen(keys[s * call.k.row + d]) - head.center[d];
+    for (int64_t s = 0; s < given.count; ++s) {
+      for (int64_t d = 0; d < call.D; ++d) difference[d] = widen(given.k[s * given.key_row + d]) - head.center[d];
       longest = larger_or_nan(longest, length_of<float>(difference, call.D, 1));
     }
     return longest;

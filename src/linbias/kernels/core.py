@@ -20,6 +20,7 @@ try:
     from linbias._cpu import Forward as Forward
     from linbias._cpu import NewTokens as NewTokens
     from linbias._cpu import Points as Points
+    from linbias._cpu import Sequences as Sequences
     from linbias._cpu import backward as backward
     from linbias._cpu import forward as forward
 
