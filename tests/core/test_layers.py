@@ -174,8 +174,9 @@ def test_public_names():
     # help() loads all that is shown.
     with mock.patch("linbias._extras._is_installed", "torch".__ne__):
         assert not {"torch", "models", "lm"} & set(dir(linbias))
-    names = """attention attention_points attention_varlen attention_weights merge visited
-        replace_attention MultiheadAttention PointAttention Visited"""
+    names = """attention attention_paged attention_points attention_varlen attention_weights merge
+        visited visited_paged write_pages replace_attention MultiheadAttention PointAttention
+        Visited"""
     assert set(linbias.torch.__all__) == {*names.split()}
     assert set(linbias.jax.__all__) == {"attention", "attention_weights", "bias", "merge"}
     assert linbias.jax.context_parallel.__all__ == ["attention", "needed_halo"]

@@ -1,17 +1,22 @@
 """`visited`: which keys a near-to-far implementation reads, and how much work that leaves."""
 
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from linbias import _dispatch
 from linbias._request import keywords
+from linbias.kernels import core
 from linbias.torch import standing
 from linbias.torch.call import Slopes, prepare
 from linbias.torch.choice import asked_in_turn
 from linbias.torch.functional import Options
+from linbias.torch.impl import cpu
 from linbias.torch.operators.operator import Inputs
+from linbias.torch.packed import offsets
+from linbias.torch.packed.paged import Options as PagedOptions
+from linbias.torch.packed.paged import check
 
 
 class Visited(NamedTuple):
@@ -70,7 +75,75 @@ def visited(
     if problem.query_positions:
         inputs, _ = standing.stand_near(inputs)
     # Decoding keeps no account of what it reads: what will be differentiated is never decoded.
-    counts = chosen.operators.forward(*inputs._replace(precise=True))[3]
+    return _told(chosen, inputs, chosen.operators.forward(*inputs._replace(precise=True))[3])
+
+
+@keywords.show_keywords(PagedOptions)
+def visited_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    cu_seqlens_q: Tensor,
+    page_norms: Tensor | None = None,
+    **options: Unpack[PagedOptions],
+) -> list[Visited]:
+    """Find out which keys the compiled core reads for these arguments of `attention_paged`.
+
+    Single tokens and drafts are answered for as prompts are, by tiles: they read no more.
+
+    Args:
+        All: As for `attention_paged`.
+
+    Returns:
+        Of each sequence what `visited` gives for a batch of one.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As `attention_paged`; or the core cannot.
+
+    Example:
+        >>> k_pages, v_pages = torch.randn(2, 128, 16, 1, 8)
+        >>> table, starts = torch.arange(128)[None], torch.tensor([0, 1])
+        >>> lengths, q = torch.tensor([2048]), torch.randn(1, 1, 8)
+        >>> given = {"slopes": [1.0], "cu_seqlens_q": starts}
+        >>> visited_paged(q, k_pages, v_pages, table, lengths, **given)[0].first
+        tensor([[[1984]]])
+    """
+    given = (q, k_pages, v_pages, block_table, seq_lens, slopes, cu_seqlens_q, page_norms)
+    call, placed, pages = check("visited_paged", given, cpu.NAME, options)
+    asked = offsets.prepare_sequences(call, placed, pages)
+    if asked is None:
+        raise NotImplementedError(
+            "visited_paged: the compiled core, which alone leaves pages out, cannot run this call;"
+            " attention_paged(..., implementation='cpu') says why"
+        )
+    counts = offsets.forward(asked._replace(precise=True)).visited
+    answers = []
+    ends, G = asked.query_offsets.tolist(), k_pages.shape[2]
+    for b, num_keys in enumerate(placed.lengths_k.tolist()):
+        rows = slice(ends[b], ends[b + 1])
+        keys = q.new_empty(1).expand(1, G, num_keys, 1)  # of which only the number says anything
+        inputs = Inputs(
+            q=q[rows].transpose(0, 1)[None],
+            k=keys,
+            v=keys,
+            left=asked.left[b : b + 1],
+            right=None if asked.right is None else asked.right[b : b + 1],
+            key_range=None if asked.key_range is None else asked.key_range[b : b + 1],
+            query_start=None if asked.query_start is None else asked.query_start[b : b + 1],
+            query_range=None if asked.query_range is None else asked.query_range[None, rows],
+        )
+        first = 2 * (ends[b] // core.TILE_ROWS + b)
+        tiles = 2 * core.num_tiles(ends[b + 1] - ends[b])
+        answers.append(_told(cpu, inputs, counts[None, :, first : first + tiles]))
+    return answers
+
+
+def _told(chosen: Any, inputs: Inputs, counts: Tensor) -> Visited:
+    """What the counts of an implementation say."""
     first, end, tile_rows = chosen.visited_keys(inputs, counts)
     keys = [first, end, first, end]
     if chosen.operators.counts_precise:

@@ -1,3 +1,3 @@
-"""Packed sequences, several texts in one row without padding: `attention_varlen` and nested
-tensors.
+"""Packed sequences, several texts in one row without padding: `attention_varlen`, nested tensors,
+and caches in pages.
 """

@@ -1,4 +1,6 @@
-"""`attention_varlen`: packed sequences, put into batches of about the same length."""
+"""`attention_varlen`: packed sequences, by their offsets in one call of the compiled core, and for
+other implementations in batches of about the same length.
+"""
 
 from collections import defaultdict
 from typing import Any, TypedDict, Unpack
@@ -8,21 +10,22 @@ import torch
 from torch import Tensor
 
 from linbias import _request
-from linbias._request import Rule, axes, checks, keywords, seen
+from linbias._request import Rule, axes, checks, keywords
 from linbias.torch import standing
 from linbias.torch.call import (
     Slopes,
     as_slopes,
     autocast,
     describe,
-    last_end,
     prepare,
     run,
     widen,
 )
 from linbias.torch.dropout import draw_seed
 from linbias.torch.operators.values import readable
+from linbias.torch.packed import offsets, placing
 from linbias.torch.packed import sequences as packed
+from linbias.torch.packed.placing import Placed
 from linbias.torch.shard import refuse_shard
 from linbias.torch.standing import Positions
 
@@ -30,7 +33,6 @@ from linbias.torch.standing import Positions
 # batch of its own as much as a sequence of about 100 tokens. With positions nothing is padded: it
 # would have to stand somewhere.
 _GRAIN = 64
-_RANGES = Rule(axes("total_q 2"), "integers")
 
 
 class Options(TypedDict, total=False):
@@ -132,43 +134,45 @@ def attention_varlen(
 
 
 def _run(call: packed.Packed) -> packed.Results:
-    q, k, v, left, right, x, xq = call[:7]
-    key_range, query_start = call.key_range, call.query_start
-    starts_q = _offsets("cu_seqlens_q", call.cu_seqlens_q, q.shape[0])
-    starts_k = _offsets("cu_seqlens_k", call.cu_seqlens_k, k.shape[0])
+    function = "attention_varlen"
+    starts_q = placing.offsets(function, "cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0])
+    starts_k = placing.offsets(function, "cu_seqlens_k", call.cu_seqlens_k, call.k.shape[0])
     if len(starts_q) != len(starts_k):
         raise ValueError(
             f"attention_varlen: cu_seqlens_q counts {len(starts_q) - 1} sequences"
             f" but cu_seqlens_k {len(starts_k) - 1}"
         )
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for name, slope in (("slopes", left), ("right_slopes", right)):
-        if slope is not None and slope.dim() == 2 and len(slope) != len(starts_q) - 1:
-            raise ValueError(
-                f"attention_varlen: {name} has {len(slope)} rows for {len(starts_q) - 1} sequences"
-            )
     lengths_q, lengths_k = (torch.tensor(s).diff() for s in (starts_q, starts_k))
-    placement = _placement(key_range, query_start, lengths_q, lengths_k, k.shape[1])
+    placed = placing.place(function, call, lengths_q, lengths_k)
+    results = offsets.run(call, placed)
+    return _in_batches(call, placed, starts_q, starts_k) if results is None else results
+
+
+def _in_batches(
+    call: packed.Packed, where: Placed, starts_q: list[int], starts_k: list[int]
+) -> packed.Results:
+    """Each batch of sequences of about the same length in a call of `attention`, padded."""
+    q, k, v, left, right, x, xq = call[:7]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [q.new_empty(0, q.shape[1], dtype=wide)]
     order = [torch.empty(0, dtype=torch.int64)]
-    batches = _batches(lengths_q.tolist(), lengths_k.tolist(), _GRAIN if x is None else 1)
+    lengths = where.lengths_q.tolist(), where.lengths_k.tolist()
+    batches = _batches(*lengths, _GRAIN if x is None else 1)
     if not batches:
         # The empty result is a function of its arguments, too, with gradients of zeros.
         nothing = sum(y.sum() for y in (q, k, v, left, right) if y is not None)
         outs, lses = [outs[0] + nothing], [lses[0] + nothing]
-    seen.check_window("attention_varlen", call.window, call.causal)
     options: dict[str, Any] = {"causal": call.causal, "scale": call.scale, "lse": True}
     options |= {"dropout": call.dropout, "tolerance": call.tolerance, "window": call.window}
-    if call.query_range is not None:
-        _check_ranges(call.query_range, lengths_q, lengths_k)
     for batch in batches:
         rows, real = _padded(starts_q, batch)
         keys, held = _padded(starts_k, batch)
         own = [s if s is None or s.dim() < 2 else s[batch] for s in (left, right)]
         # Sequences without padding and placement of their own need neither argument.
-        plain = held.all() and real.all() and key_range is None and query_start is None
-        ranges, starts = (None if plain else y[batch].to(q.device) for y in placement)
-        if x is not None and query_start is None:
+        plain = held.all() and real.all() and not where.given
+        given = where.ranges, where.starts
+        ranges, starts = (None if plain else y[batch].to(q.device) for y in given)
+        if x is not None and call.query_start is None:
             starts = None  # as the call has it: where not causal, queries look for their keys
         placed: dict[str, Any] = {
             "right_slopes": own[1],
@@ -194,53 +198,6 @@ def _run(call: packed.Packed) -> packed.Results:
 
 
 _operator = packed.define(_run)
-
-
-def _placement(
-    key_range: Tensor | None,
-    query_start: Tensor | None,
-    lengths_q: Tensor,
-    lengths_k: Tensor,
-    num_key_heads: int,
-) -> tuple[Tensor, Tensor]:
-    """key_range [B, G, 2] and query_start [B] of all sequences, given or by default."""
-    B = len(lengths_k)
-    sizes = {"B": B, "G": num_key_heads}
-    described = {
-        name: describe(name, x, "attention_varlen")
-        for name, x in (("key_range", key_range), ("query_start", query_start))
-        if x is not None
-    }
-    for name, array in described.items():
-        _request.check_array("attention_varlen", name, array, _request.RULES[name], sizes)
-    ranges = torch.stack([torch.zeros_like(lengths_k), lengths_k], dim=1)[:, None]
-    if key_range is not None:
-        ranges = key_range.cpu()
-        ranges = ranges[:, None] if ranges.dim() == 2 else ranges
-        for b, length in enumerate(lengths_k.tolist()):
-            for first, end in ranges[b].tolist():
-                if not 0 <= first <= end <= length:
-                    raise ValueError(
-                        f"attention_varlen: key_range must be 0 <= first <= end <= {length},"
-                        f" the keys of sequence {b}, got [{first}, {end}]"
-                    )
-    ranges = ranges.expand(B, num_key_heads, 2)
-    starts = last_end(ranges) - lengths_q if query_start is None else query_start.cpu()
-    return ranges, starts
-
-
-def _check_ranges(ranges: Tensor, lengths_q: Tensor, lengths_k: Tensor) -> None:
-    """query_range is [total_q, 2], of each query within the keys of its sequence."""
-    function, total = "attention_varlen", int(lengths_q.sum())
-    described = describe("query_range", ranges, function)
-    _request.check_array(function, "query_range", described, _RANGES, {"total_q": total})
-    own = lengths_k.repeat_interleave(lengths_q)
-    first, end = ranges.cpu().unbind(1)
-    for row in (~((first >= 0) & (first <= end) & (end <= own))).nonzero()[:1, 0].tolist():
-        raise ValueError(
-            f"{function}: query_range must be 0 <= first <= end <= {own[row]}, the keys of the"
-            f" sequence, got {[int(first[row]), int(end[row])]} in row {row}"
-        )
 
 
 def _batches(lengths_q: list[int], lengths_k: list[int], grain: int) -> list[list[int]]:
@@ -296,19 +253,3 @@ def _take_places(x: Tensor, rows: Tensor) -> Tensor:
     """Positions [total] or [total, H] of rows without padding, as [B, n] or [B, H, n]."""
     taken = x[rows.to(x.device)]
     return taken if taken.dim() == 2 else taken.mT
-
-
-def _offsets(name: str, offsets: Tensor, total: int) -> list[int]:
-    described = describe(name, offsets, "attention_varlen")
-    if not described.dtype.startswith(("int", "uint")) or len(described.shape) != 1:
-        raise ValueError(
-            f"attention_varlen: {name} must be a row of integers,"
-            f" got {described.dtype} {described}"
-        )
-    starts: list[int] = offsets.tolist()
-    if not starts or starts[0] != 0 or starts[-1] != total or starts != sorted(starts):
-        raise ValueError(
-            f"attention_varlen: {name} must start at 0, never fall and end at {total},"
-            f" got {starts}"
-        )
-    return starts

@@ -1,0 +1,268 @@
+"""Sequences of lengths of their own in one call of the compiled core, by the offsets of their rows
+or by tables of their pages.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from linbias.kernels import core
+from linbias.torch.addresses import DTYPES, address, threads
+from linbias.torch.call import prepare
+from linbias.torch.impl import cpu
+from linbias.torch.operators.direct import unobserved
+from linbias.torch.operators.operator import Results
+from linbias.torch.packed import placing
+from linbias.torch.packed.placing import Placed
+from linbias.torch.packed.sequences import Packed
+from linbias.torch.packed.sequences import Results as PackedResults
+
+
+class Sequences(NamedTuple):
+    """B sequences as the core takes them, checked; their offsets and lengths lie on the CPU."""
+
+    q: Tensor  # [total_q, H, D]
+    k: Tensor  # [total_k, G, D], or with a block_table pages [num_pages, page_size, G, D]
+    v: Tensor  # [total_k, G, E], or pages
+    left: Tensor  # [B, H], wide
+    right: Tensor | None  # likewise; None: causal
+    query_offsets: Tensor  # [B + 1]
+    key_offsets: Tensor | None = None  # [B + 1]; None: pages
+    block_table: Tensor | None = None  # [B, pages of a sequence]
+    seq_lens: Tensor | None = None  # [B], keys in the pages
+    page_norms: Tensor | None = None  # [num_pages, G], wide
+    key_range: Tensor | None = None  # [B, G, 2]
+    query_start: Tensor | None = None  # [B]
+    query_range: Tensor | None = None  # [total_q, 2]
+    seed: Tensor | None = None
+    scale: float = 1.0
+    dropout: float = 0.0
+    tolerance: float = 0.0
+    precise: bool = False  # the result will be differentiated
+
+    @property
+    def num_keys(self) -> int:
+        if self.key_offsets is not None:
+            return self.k.shape[0]
+        assert self.seq_lens is not None
+        return int(self.seq_lens.sum())
+
+
+class Pages(NamedTuple):
+    """What says where the keys of sequences lie in pages."""
+
+    block_table: Tensor  # [B, pages of a sequence]
+    seq_lens: Tensor  # [B]
+    norms: Tensor | None  # [num_pages, G]
+
+
+def run(call: Packed, placed: Placed, pages: Pages | None = None) -> PackedResults | None:
+    """All sequences of a call in one of the core; None where it cannot take them so.
+
+    Args:
+        pages: k and v of the call are pages, [num_pages, page_size, G, size].
+    """
+    asked = prepare_sequences(call, placed, pages)
+    return None if asked is None else PackedResults(*attention(asked))
+
+
+def prepare_sequences(call: Packed, placed: Placed, pages: Pages | None) -> Sequences | None:
+    """Check the arrays of a call, and fill in what it leaves open, as one call of `attention`."""
+    B, left, right = len(placed.starts), call.left, call.right
+    if call.implementation not in ("auto", cpu.NAME) or call.positions is not None or B == 0:
+        return None
+    if not call.q.is_cpu or not unobserved(*call[:5]):
+        return None
+    rows = [call.q, call.k, call.v]
+    if pages is not None:  # of the keys only the sizes of their heads say anything here
+        rows[1:] = (x.new_empty(1, 1, 1).expand(1, *x.shape[2:]) for x in rows[1:])
+    q, k, v = (x.transpose(0, 1)[None] for x in rows)
+    inputs, problem = prepare(
+        "attention",
+        q,
+        k,
+        v,
+        left if left is None or left.dim() < 2 else left[:1],
+        right_slopes=right if right is None or right.dim() < 2 else right[:1],
+        causal=call.causal,
+        scale=call.scale,
+        dropout=call.dropout,
+        tolerance=call.tolerance,
+        lse=True,
+    )
+    if cpu.why_not(problem):
+        return None
+    left = (inputs.left if left is None else left).expand(B, problem.H)
+    if right is not None:
+        right = right.expand(B, problem.H)
+    elif not problem.causal:
+        right = left
+    q, k, v = (x[0].transpose(0, 1) for x in inputs[:3])
+    where: dict[str, Any] = {"key_offsets": placing.ends(placed.lengths_k)}
+    if pages is not None:
+        k, v = call.k, call.v
+        norms = pages.norms if pages.norms is None else pages.norms.to(inputs.left.dtype)
+        where = {"block_table": pages.block_table, "seq_lens": pages.seq_lens, "page_norms": norms}
+    return Sequences(
+        q=q,
+        k=k,
+        v=v,
+        left=left,
+        right=right,
+        query_offsets=placing.ends(placed.lengths_q),
+        **where,
+        key_range=placed.ranges if placed.given else None,
+        query_start=placed.starts if placed.given else None,
+        query_range=placing.ranges_of_queries(call, placed),
+        seed=inputs.seed,
+        scale=inputs.scale,
+        dropout=inputs.dropout,
+        tolerance=inputs.tolerance,
+        precise=inputs.precise,
+    )
+
+
+def attention(asked: Sequences) -> tuple[Tensor, Tensor]:
+    """out [total_q, H, E] in q's dtype, and lse [total_q, H]; differentiable, but for pages."""
+    if asked.precise:
+        return _Direct.apply(asked.q, asked.k, asked.v, asked.left, asked.right, asked)
+    results = forward(asked)
+    return results.out.to(asked.q.dtype), results.row_max + results.log_sum
+
+
+def forward(asked: Sequences) -> Results:
+    """The results of all sequences, rows before heads: out [total_q, H, E], row_max and log_sum
+    [total_q, H]; the tiles in `visited` [H, tiles, 2] as csrc/include/linbias says.
+    """
+    q, v, left = asked.q, asked.v, asked.left
+    total, H, _ = q.shape
+    narrow = q.dtype == torch.bfloat16 and not asked.precise  # written in it at once
+    tiles = 2 * (total // core.TILE_ROWS + len(left))
+    results = Results(
+        out=(q if narrow else left).new_empty(total, H, v.shape[-1]),
+        row_max=left.new_empty(total, H),
+        log_sum=left.new_empty(total, H),
+        visited=torch.zeros(H, tiles, 2, dtype=torch.int32),
+    )
+    call, sequences, alive = _describe(asked)
+    core.forward(call, sequences, _saved(results))
+    del alive
+    return results
+
+
+class _Direct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        asked: Sequences = given[
+            -1
+        ]  # which holds those before, too: arguments for autograd to see
+        results = forward(asked)
+        ctx.save_for_backward(*asked[:5], *results)
+        ctx.rest = asked[5:]
+        return results.out.to(asked.q.dtype), results.row_max + results.log_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        asked, saved = Sequences(*tensors[:5], *ctx.rest), Results._make(tensors[5:])
+        wide, arrays = asked.left.dtype, (asked.q, asked.k, asked.v, asked.left, asked.left)
+        gradients = [x.new_empty(x.shape, dtype=wide) for x in arrays]
+        call, sequences, alive = _describe(asked)
+        core.backward(
+            call,
+            sequences,
+            core.Backward(
+                dout=address(dout.to(wide), alive),
+                dlse=address(dlse, alive),
+                saved=_saved(Results._make(x.contiguous() for x in saved)),
+                **{f"d{name}": x.data_ptr() for name, x in zip(_ARRAYS, gradients, strict=True)},
+            ),
+        )
+        del alive
+        given = []
+        for name, x, gradient in zip(_ARRAYS, asked[:5], gradients, strict=True):
+            if x is not None and name in ("left", "right"):  # an infinite slope hides its side
+                gradient = gradient.masked_fill(x == torch.inf, 0.0)
+            given.append(None if x is None else gradient.to(x.dtype))
+        return *given, None
+
+
+_ARRAYS = Sequences._fields[:5]
+
+
+def _saved(results: Results) -> "core.Forward":
+    return core.Forward(
+        out=results.out.data_ptr(),
+        row_max=results.row_max.data_ptr(),
+        log_sum=results.log_sum.data_ptr(),
+        visited=results.visited.data_ptr(),
+        visited_tiles=results.visited.shape[1],
+        narrow=results.out.dtype == torch.bfloat16,
+    )
+
+
+def _describe(asked: Sequences) -> tuple["core.Call", "core.Sequences", list[Tensor]]:
+    """The call in addresses, and the copies of its arrays that have to live as long."""
+    (T, H, D), B, table = asked.q.shape, len(asked.left), asked.block_table
+    G, E = asked.k.shape[-2], asked.v.shape[-1]
+    alive: list[Tensor] = []
+
+    def numbers(x: Tensor | None, dtype: torch.dtype = torch.int64) -> int:
+        return address(x if x is None else x.to(dtype), alive)
+
+    pages: dict[str, Any] = {}
+    if table is not None:
+        pages = {
+            "pages": numbers(table, torch.int32),
+            "pages_row": table.shape[1],
+            "page_keys": asked.k.shape[1],
+            "num_pages": asked.k.shape[0],
+        }
+    mean = -(-T // max(1, B)), -(-asked.num_keys // max(1, B))
+    call = core.Call(
+        dtype=DTYPES[asked.q.dtype],
+        B=1,
+        H=H,
+        G=G,
+        T=T,
+        S=asked.num_keys,
+        D=D,
+        E=E,
+        q=_rows(asked.q, alive),
+        k=_rows(asked.k, alive),
+        v=_rows(asked.v, alive),
+        left=address(asked.left, alive),
+        right=address(asked.right, alive),
+        key_range=numbers(asked.key_range),
+        query_start=numbers(asked.query_start),
+        query_range=numbers(asked.query_range),
+        scale=asked.scale,
+        dropout=asked.dropout,
+        tolerance=asked.tolerance,
+        seed=0 if asked.seed is None else int(asked.seed) % 2**32,
+        precise=asked.precise,
+        **threads((B, H, G, *mean, D, E)),
+        **pages,
+    )
+    sequences = core.Sequences(
+        count=B,
+        query_offsets=numbers(asked.query_offsets),
+        key_offsets=numbers(asked.key_offsets),
+        key_counts=numbers(asked.seq_lens, torch.int32),
+        page_norms=address(asked.page_norms, alive),
+    )
+    return call, sequences, alive
+
+
+def _rows(x: Tensor, alive: list[Tensor]) -> "core.Array":
+    """[total, heads, size] or pages [num_pages, page_size, heads, size], of any strides but the
+    last.
+    """
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        x = x.contiguous()
+        alive.append(x)
+    page = x.stride(0) if x.dim() == 4 else 0
+    return core.Array(x.data_ptr(), page, x.stride(-2), x.stride(-3))
