@@ -256,6 +256,39 @@ def test_nothing_of_a_cache_is_differentiated(caches):
     assert not out.requires_grad and not caches[0].requires_grad
 
 
+@pytest.mark.parametrize("causal", (True, False))
+def test_caches_in_pages_are_as_those_in_rows(causal):
+    """New keys go into the pages, whose order says nothing; packed calls read them, too."""
+    q, (k, v) = torch.randn(3, 4, H, D), torch.randn(2, 3, 4, G, D)
+    rows, size = torch.randn(2, 3, 24, G, D), 8
+    table = torch.tensor([[7, 2, 5], [1, 8, 0], [3, 6, 4]], dtype=torch.int32)
+    pages = rows.new_empty(2, 9, size, G, D)
+    pages[:, table.long()] = rows.unflatten(2, (3, size))
+    given = {
+        "cache_seqlens": torch.tensor([20, 9, 0]),
+        "causal": causal,
+        "return_softmax_lse": True,
+    }
+    given["alibi_slopes"] = SLOPES["one row"]
+    wanted = flash_attn.flash_attn_with_kvcache(q, *rows, k, v, **given)
+    found = flash_attn.flash_attn_with_kvcache(q, *pages, k, v, block_table=table, **given)
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(pages[:, table.long()], rows.unflatten(2, (3, size)))
+    offsets = torch.arange(4) * 4, torch.tensor([0, 24, 37, 41])
+    sizes = {"max_seqlen_q": 4, "max_seqlen_k": 24, "causal": causal, "return_attn_probs": True}
+    sizes["alibi_slopes"] = SLOPES["one row"]
+    packed = [torch.cat([x[b, :n] for b, n in enumerate((24, 13, 4))]) for x in rows]
+    wanted = flash_attn.flash_attn_varlen_func(q.flatten(0, 1), *packed, *offsets, **sizes)
+    found = flash_attn.flash_attn_varlen_func(
+        q.flatten(0, 1), *pages, *offsets, block_table=table, **sizes
+    )
+    torch.testing.assert_close(found[:2], wanted[:2])
+    with pytest.raises(ValueError, match="dropout_p must be 0 with a block_table"):
+        flash_attn.flash_attn_varlen_func(
+            q.flatten(0, 1), *pages, *offsets, 4, 24, 0.5, block_table=table
+        )
+
+
 # ---- signatures and programs
 
 OPTIONS = """dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic
@@ -444,6 +477,14 @@ WRONG_VALUES = [
         r"cache_batch_idx must be in \[0, 1\], got \[0, 2\]",
     ),
     (cached, dict(cache_leftpad=t([0, -1])), r"cache_leftpad must be in \[0, 11\], got \[0, -1\]"),
+    (cached, dict(block_table=t([[0], [1]]), cache_seqlens=None), "cache_seqlens must be given"),
+    (cached, dict(block_table=t([[0], [1]]), cache_leftpad=t([0, 1])), "cache_leftpad be None"),
+    (
+        cached,
+        dict(block_table=t([[0], [2]]), cache_seqlens=5),
+        r"block_table must be in \[0, 2\), .* got 2 for page 0",
+    ),
+    (cached, dict(block_table=t([[0]]), cache_seqlens=5), "block_table must have shape"),
 ]
 WRONG_KINDS = [
     (call, dict(q=None), "q must be a torch.Tensor, got NoneType"),
@@ -457,9 +498,7 @@ WRONG_KINDS = [
 NOT_BUILT = [
     (call, dict(softcap=30.0), r"softcap must be at most 0 \(none\), .*, got 30.0"),
     (call, PROBS, "return_attn_probs must be False with dropout, .*; got dropout_p=0.1"),
-    (varlen, dict(block_table=OF_2), "block_table must be None, .*: gather the pages .*Tensor"),
     (cached, dict(rotary_cos=Q), "rotary_cos must be None, .*: rotate q and k before .*Tensor"),
-    (cached, dict(block_table=OF_2), "block_table must be None"),
 ]
 TABLES = {ValueError: WRONG_VALUES, TypeError: WRONG_KINDS, NotImplementedError: NOT_BUILT}
 MESSAGES = [(error, *row) for error, rows in TABLES.items() for row in rows]

@@ -21,6 +21,8 @@ The arguments, of those functions that have them:
 - `window_size`: (left, right): a query sees so many keys before and after its own, and all of a
   side below 0. (..., 0) is causal, and causal hides the right side.
 - `alibi_slopes`: [H] or [B, H], in any float type, at least 0. None means no bias.
+- `block_table`: [B, max_pages], integers: k and v, or the caches, are then pages [num_pages,
+  page_size, G, D], those of each sequence.
 - `return_attn_probs`: return out, softmax_lse [B, H, T] or [H, total_q], float32 (float64 for
   float64), and None in the place of S_dmask.
 
@@ -30,8 +32,8 @@ What differs, in all functions:
 - softmax_lse is that of the scores above; flash-attn's causal kernels add
   alibi_slope * (i + S - T). A row that sees no key has zeros and softmax_lse = inf, as there.
 - `dropout_p` draws another mask, by PyTorch's generator; `return_attn_probs` is refused with it.
-- Not built, and refused by NotImplementedError: `softcap` above 0, rotary embeddings, paged
-  caches.
+- Not built, and refused by NotImplementedError: `softcap` above 0, and rotary embeddings.
+- Pages may have any size, and with `block_table` nothing is differentiated.
 - `deterministic` and `num_splits` change nothing: results always repeat bit for bit.
 """
 
@@ -48,9 +50,10 @@ from torch import Tensor
 
 from linbias import _request
 from linbias._request import Rule, axes
-from linbias.torch import attention, attention_varlen
+from linbias.torch import attention, attention_paged, attention_varlen, write_pages
 from linbias.torch.call import as_int64, check_slopes, describe
 from linbias.torch.operators.values import known_values
+from linbias.torch.packed.paged import check_table
 
 __all__ = [
     "flash_attn_func",
@@ -189,8 +192,7 @@ def flash_attn_varlen_func(
     """Run `flash_attn_func` on sequences packed end to end.
 
     Args:
-        block_table: None, since it is not built.
-        All others: As the module says.
+        All: As the module says; dropout_p must be 0 with a block_table.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `flash_attn_func`, or for wrong lengths.
@@ -202,30 +204,28 @@ def flash_attn_varlen_func(
         torch.Size([5, 2, 8])
     """
     function = "flash_attn_varlen_func"
-    sizes = _check_arrays(
-        function, q=(q, "total_q H D"), k=(k, "total_k G D"), v=(v, "total_k G D")
-    )
-    _refuse_unbuilt(
-        function,
-        softcap,
-        dropout_p=dropout_p if return_attn_probs else 0.0,
-        block_table=block_table,
-    )
+    of_keys = "total_k G D" if block_table is None else "num_pages page_size G D"
+    sizes = _check_arrays(function, q=(q, "total_q H D"), k=(k, of_keys), v=(v, of_keys))
+    _refuse_unbuilt(function, softcap, dropout_p=dropout_p if return_attn_probs else 0.0)
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         describe(name, offsets, function)  # which refuses what is no tensor
     sizes["B"] = cu_seqlens_q.numel() - 1
-    result = attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        _slopes(function, alibi_slopes, sizes),
-        **_window(function, causal, window_size, len(q), len(k)),
-        scale=softmax_scale,
-        dropout=_request.check_dropout(function, dropout_p, "dropout_p"),
-        return_lse=bool(return_attn_probs),
-    )
+    slopes = _slopes(function, alibi_slopes, sizes)
+    num_keys = len(k) if block_table is None else k.shape[:2].numel()
+    options = _window(function, causal, window_size, len(q), num_keys)
+    options |= {"scale": softmax_scale, "return_lse": bool(return_attn_probs)}
+    if block_table is None:
+        options["dropout"] = _request.check_dropout(function, dropout_p, "dropout_p")
+        result = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, **options)
+    elif dropout_p:
+        raise ValueError(f"{function}: dropout_p must be 0 with a block_table, got {dropout_p}")
+    else:
+        lengths = cu_seqlens_k.diff()
+        _num_pages(function, block_table, sizes["B"])
+        check_table(function, block_table, lengths, k)
+        result = attention_paged(
+            q, k, v, block_table, lengths, slopes, cu_seqlens_q=cu_seqlens_q, **options
+        )
     if isinstance(result, Tensor):
         return result
     out, lse = result
@@ -343,12 +343,15 @@ def flash_attn_with_kvcache(
     cache_seqlens, as in flash-attn.
 
     Args:
-        k_cache, v_cache: [B, S, G, D], dtype and device of q; with cache_batch_idx any B.
+        k_cache, v_cache: [B, S, G, D], dtype and device of q; with cache_batch_idx any B; with a
+            block_table pages.
         k, v: [B, T_new, G, D], both or neither: written at cache_seqlens, then not None.
         cache_seqlens: One number, or integers [B]: filled positions, padding included. None: all.
         cache_batch_idx: [B], integers: the rows of the caches, then copied, for each of q.
         cache_leftpad: [B], integers: the first position of a row that is no padding. None means 0.
-        rotary_cos, rotary_sin, block_table: None, since they are not built.
+        block_table: As the module says; cache_batch_idx and cache_leftpad must be None with it,
+            and cache_seqlens not.
+        rotary_cos, rotary_sin: None, since they are not built.
         rotary_interleaved: Changes nothing.
         return_softmax_lse: Also return softmax_lse.
         All others: As the module says.
@@ -370,9 +373,7 @@ def flash_attn_with_kvcache(
         tensor([0., 0., 0., 1., 0.])
     """
     function = "flash_attn_with_kvcache"
-    _refuse_unbuilt(
-        function, softcap, rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table
-    )
+    _refuse_unbuilt(function, softcap, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     new: dict[str, tuple[Any, str]] = {}
     if k is not None or v is not None:
         if k is None or v is None or cache_seqlens is None:
@@ -382,9 +383,19 @@ def flash_attn_with_kvcache(
             )
         new = {"k": (k, "B T_new G D"), "v": (v, "B T_new G D")}
     of_cache = "B S G D" if cache_batch_idx is None else "rows S G D"
+    if block_table is not None:
+        of_cache = "num_pages page_size G D"
+        if cache_batch_idx is not None or cache_leftpad is not None or cache_seqlens is None:
+            raise ValueError(
+                f"{function}: with a block_table cache_seqlens must be given, and cache_batch_idx"
+                " and cache_leftpad be None"
+            )
     caches = {"k_cache": (k_cache, of_cache), "v_cache": (v_cache, of_cache)}
     sizes = _check_arrays(function, q=(q, "B T H D"), **caches, **new)
-    B, S, num_new = sizes["B"], sizes["S"], sizes.get("T_new", 0)
+    B, T, num_new = sizes["B"], sizes["T"], sizes.get("T_new", 0)
+    S = sizes.get("S", 0)
+    if block_table is not None:
+        S = sizes["page_size"] * _num_pages(function, block_table, B)
     rows = _integers(function, "cache_batch_idx", cache_batch_idx, B, len(k_cache) - 1)
     if isinstance(cache_seqlens, int | np.integer):
         cache_seqlens = torch.full((B,), int(cache_seqlens), device=q.device)
@@ -392,7 +403,29 @@ def flash_attn_with_kvcache(
     first = _integers(function, "cache_leftpad", cache_leftpad, B, S)
     # What is wrong is refused before anything is written.
     slopes = _slopes(function, alibi_slopes, sizes)
-    window = _window(function, causal, window_size, sizes["T"], S)
+    window = _window(function, causal, window_size, T, S)
+    if block_table is not None and end is not None:
+        check_table(function, block_table, end + num_new, k_cache)
+        if k is not None and v is not None:
+            row = end[:, None] + torch.arange(num_new, device=q.device)
+            page = block_table.long().gather(1, row // sizes["page_size"])
+            slots = page * sizes["page_size"] + row % sizes["page_size"]
+            new_k, new_v = k.flatten(0, 1), v.flatten(0, 1)
+            write_pages(new_k, new_v, k_cache, v_cache, slots.flatten())
+        out, lse = attention_paged(
+            q.flatten(0, 1),
+            k_cache,
+            v_cache,
+            block_table,
+            end + num_new,
+            slopes,
+            cu_seqlens_q=torch.arange(B + 1, device=q.device) * T,
+            **window,
+            scale=softmax_scale,
+            return_lse=True,
+        )
+        out, lse = out.unflatten(0, (B, T)), lse.unflatten(0, (B, T)).mT
+        return (out, _as_theirs(lse)) if return_softmax_lse else out
     if k is not None and v is not None and end is not None:
         at = torch.arange(B, device=q.device) if rows is None else rows
         places = at[:, None], end[:, None] + torch.arange(num_new, device=q.device)
@@ -471,12 +504,9 @@ def _refuse_unbuilt(
         )
     for name, value in options.items():
         if value is not None:
-            instead = "gather the pages of each sequence into k and v first"
-            if name.startswith("rotary"):
-                instead = "rotate q and k before the call"
             raise NotImplementedError(
-                f"{function}: {name} must be None, since it is not built: {instead};"
-                f" got {type(value).__name__}"
+                f"{function}: {name} must be None, since it is not built: rotate q and k before"
+                f" the call; got {type(value).__name__}"
             )
 
 
@@ -523,6 +553,15 @@ def _integers(
         room = f", so that {num_new} more fit into the cache" if num_new else ""
         raise ValueError(f"{function}: {name} must be in [0, {most}]{room}, got {values.tolist()}")
     return values
+
+
+def _num_pages(function: str, table: Tensor, B: int) -> int:
+    """How many pages a checked table [B, max_pages] has room for in a row."""
+    described = describe("block_table", table, function)
+    most: int | str = described.shape[1] if len(described.shape) == 2 else "max_pages"
+    rule = Rule(axes("B max_pages"), "integers")
+    _request.check_array(function, "block_table", described, rule, {"B": B, "max_pages": most})
+    return int(most)
 
 
 def _as_theirs(lse: Tensor) -> Tensor:
