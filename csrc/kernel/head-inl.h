@@ -54,10 +54,12 @@ inline int64_t most_seen(const Call& call) {
   return most;
 }
 
-// Where query t of a query head, and key s of head `index` of [B, heads], stand among the rows of results.
+// Where query t of a query head, and key s of head `index` of [B, heads], stand among the rows of results, and how far
+// apart two queries are.
 inline int64_t query_at(const Call& call, int64_t b, int64_t h, int64_t t) {
   return call.by_row ? (b * call.T + t) * call.H + h : (b * call.H + h) * call.T + t;
 }
+inline int64_t query_step(const Call& call) { return call.by_row ? call.H : 1; }
 inline int64_t key_at(const Call& call, int64_t heads, int64_t index, int64_t s) {
   return call.by_row ? (index / heads * call.S + s) * heads + index % heads : index * call.S + s;
 }

@@ -35,7 +35,7 @@ class EndToEnd(TorchSubject):
             given.pop("dropout")
             counts = (torch.arange(case.B + 1) * n for n in (case.T, case.S))
             packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-            with mock.patch.object(offsets, "attention", wraps=offsets.attention) as core:
+            with mock.patch.object(offsets, "forward", wraps=offsets.forward) as core:
                 results = attention_varlen(*packed, *counts, slopes, **given)
             assert core.called == (self.implementation == "cpu" and case.B > 0)
             return [x.unflatten(0, (case.B, case.T)).transpose(1, 2) for x in results]

@@ -374,7 +374,8 @@ struct Bfloat16BackwardWork {
       const Floats scale = broadcast(static_cast<float>(call.scale));
       store_transposed(scratch.acc + group * kLanes16 * packed.padded_D, packed.padded_D, scale,
                        smaller_of(tile.rows - group * kLanes16, kLanes16), call.D,
-                       static_cast<float*>(results.dq) + tile.index(group * kLanes16) * call.D);
+                       static_cast<float*>(results.dq) + tile.index(group * kLanes16) * call.D,
+                       query_step(call) * call.D);
     }
   }
 };

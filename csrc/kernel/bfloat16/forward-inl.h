@@ -204,23 +204,24 @@ struct Bfloat16ForwardWork {
 
   void finish() {
     for (int64_t group = 0; group * kLanes16 < tile.rows; ++group) {
-      const int64_t rows = smaller_of(tile.rows - group * kLanes16, kLanes16), at = tile.index(group * kLanes16);
+      const int64_t rows = smaller_of(tile.rows - group * kLanes16, kLanes16), first = group * kLanes16;
+      const int64_t at = tile.index(first) * call.E, step = query_step(call) * call.E;
       const float* row_sum = scratch.row_sum + group * kLanes16;
       const Floats sums = load(row_sum), share = 1.0f / (sums == 0.0f ? broadcast(1.0f) : sums);
       const float* acc = scratch.acc + group * kLanes16 * packed.padded_E;
       if (results.narrow) {
-        store_transposed(acc, packed.padded_E, share, rows, call.E, static_cast<uint16_t*>(results.out) + at * call.E);
+        store_transposed(acc, packed.padded_E, share, rows, call.E, static_cast<uint16_t*>(results.out) + at, step);
       } else {
-        store_transposed(acc, packed.padded_E, share, rows, call.E, static_cast<float*>(results.out) + at * call.E);
+        store_transposed(acc, packed.padded_E, share, rows, call.E, static_cast<float*>(results.out) + at, step);
       }
       for (int64_t i = 0; i < rows; ++i) {
         const float row_max = scratch.row_max[group * kLanes16 + i];
-        static_cast<float*>(results.row_max)[at + i] = row_max;
+        static_cast<float*>(results.row_max)[tile.index(first + i)] = row_max;
         // row_max is the pivot in bits, converted and rounded; what that lost is added to log_sum.
         const double bits = static_cast<double>(scratch.pivot[group * kLanes16 + i]);
         const bool in_bits = !kFine && bits < Biased::kLarge && bits > -Biased::kLarge;
         const float lost = in_bits ? static_cast<float>(bits * kLn2<double> - static_cast<double>(row_max)) : 0.0f;
-        static_cast<float*>(results.log_sum)[at + i] = __builtin_logf(row_sum[i]) + lost;
+        static_cast<float*>(results.log_sum)[tile.index(first + i)] = __builtin_logf(row_sum[i]) + lost;
       }
     }
   }

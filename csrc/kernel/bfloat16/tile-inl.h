@@ -378,10 +378,10 @@ bool is_group_negligible(const Biased& biased, int64_t group, float allowance, c
 }
 
 // to[rows, size] <- from[wide, 16], transposed, each of the 16 columns times its factor; as float, or rounded to
-// bfloat16.
+// bfloat16, rows `step` numbers apart.
 template <typename To>
-LINBIAS_INLINE void store_transposed(const float* from, int64_t wide, Floats factor, int64_t rows, int64_t size,
-                                     To* to) {
+LINBIAS_INLINE void store_transposed(const float* from, int64_t wide, Floats factor, int64_t rows, int64_t size, To* to,
+                                     int64_t step) {
   for (int64_t e = 0; e < wide; e += kLanes16) {
     Words x[16];
 #pragma GCC unroll 16
@@ -396,8 +396,8 @@ LINBIAS_INLINE void store_transposed(const float* from, int64_t wide, Floats fac
         round_to_pairs<true>((Floats)x[i], (Floats)x[i + 1], two[0], two[1]);
       }
       for (int64_t row = i; row < smaller_of(rows, i + 2); ++row) {
-        if (e + kLanes16 <= size) __builtin_memcpy(to + row * size + e, two[row - i], sizeof two[0]);
-        else __builtin_memcpy(to + row * size + e, two[row - i], sizeof(To) * static_cast<size_t>(size - e));
+        if (e + kLanes16 <= size) __builtin_memcpy(to + row * step + e, two[row - i], sizeof two[0]);
+        else __builtin_memcpy(to + row * step + e, two[row - i], sizeof(To) * static_cast<size_t>(size - e));
       }
     }
   }

@@ -183,7 +183,11 @@ def describe(name: str, array: Any, function: str = "attention") -> Described:
             f"{function}: {name} must be a tensor of all its values, which a {kind} is not;"
             f" {_NO_ARRAYS[kind]}"
         )
-    return Described(tuple(array.shape), _name(array.dtype), _name(array.device))
+    return described(array.shape, array.dtype, array.device)
+
+
+def described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Described:
+    return Described(tuple(shape), _name(dtype), _name(device))
 
 
 def _name(thing: torch.dtype | torch.device) -> str:
@@ -213,21 +217,21 @@ def _check(function: str, request: Request[Tensor], **asked: Any) -> Problem:
     """`_request.check`, whose answers are kept: most calls pose the same problem as one before."""
     if not torch.compiler.is_compiling():
         try:
-            signatures = [None if x is None else _signature(x) for x in _arrays_of(request)]
+            signatures = [None if x is None else signature(x) for x in _arrays_of(request)]
             # A key, too, since (1, 0) == (1.0, False).
             types = () if request.window is None else tuple(map(type, request.window))
             return _kept_check(function, types, *signatures, *_numbers_of(request), **asked)
         except TypeError:
             pass  # a wrong argument, refused below, or a size that is a symbol: no key
-    described: Any = {}
+    words: Any = {}
     for name in _request.ARRAYS:
         array = getattr(request, name)
         if array is not None:
-            described[name] = describe(name, array, function)
-    return _request.check(function, request._replace(**described), **asked)
+            words[name] = describe(name, array, function)
+    return _request.check(function, request._replace(**words), **asked)
 
 
-def _signature(array: Any) -> tuple[torch.Size, torch.dtype, torch.device]:
+def signature(array: Any) -> tuple[torch.Size, torch.dtype, torch.device]:
     """What a rule may know of an array, as it comes: a key is looked up faster than names are."""
     if type(array) not in PLAIN_TYPES or array.is_nested:
         raise TypeError
@@ -239,7 +243,7 @@ def _kept_check(function: str, _: tuple[type, ...], *values: Any, **asked: Any) 
     given = dict(zip((*_request.ARRAYS, *_request.NUMBERS), values, strict=True))
     for name in _request.ARRAYS:
         if (x := given[name]) is not None:
-            given[name] = Described(tuple(x[0]), _name(x[1]), _name(x[2]))
+            given[name] = described(*x)
     return _request.check(function, Request(**given), **asked)
 
 

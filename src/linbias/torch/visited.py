@@ -114,7 +114,7 @@ def visited_paged(
     """
     given = (q, k_pages, v_pages, block_table, seq_lens, slopes, cu_seqlens_q, page_norms)
     call, placed, pages = check("visited_paged", given, cpu.NAME, options)
-    asked = offsets.prepare_sequences(call, placed, pages)
+    asked = offsets.prepare(call, placed, pages)
     if asked is None:
         raise NotImplementedError(
             "visited_paged: the compiled core, which alone leaves pages out, cannot run this call;"

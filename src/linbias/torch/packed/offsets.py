@@ -2,22 +2,26 @@
 or by tables of their pages.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from linbias import _request
+from linbias._request import Described, Problem, Request
 from linbias.kernels import core
 from linbias.torch.addresses import DTYPES, address, threads
-from linbias.torch.call import prepare
+from linbias.torch.call import autocast, check_slopes
+from linbias.torch.constant import default_slopes
+from linbias.torch.dropout import draw_seed
 from linbias.torch.impl import cpu
 from linbias.torch.operators.direct import unobserved
 from linbias.torch.operators.operator import Results
 from linbias.torch.packed import placing
 from linbias.torch.packed.placing import Placed
 from linbias.torch.packed.sequences import Packed
-from linbias.torch.packed.sequences import Results as PackedResults
 
 
 class Sequences(NamedTuple):
@@ -28,6 +32,7 @@ class Sequences(NamedTuple):
     v: Tensor  # [total_k, G, E], or pages
     left: Tensor  # [B, H], wide
     right: Tensor | None  # likewise; None: causal
+    num_keys: int  # of all sequences
     query_offsets: Tensor  # [B + 1]
     key_offsets: Tensor | None = None  # [B + 1]; None: pages
     block_table: Tensor | None = None  # [B, pages of a sequence]
@@ -42,13 +47,6 @@ class Sequences(NamedTuple):
     tolerance: float = 0.0
     precise: bool = False  # the result will be differentiated
 
-    @property
-    def num_keys(self) -> int:
-        if self.key_offsets is not None:
-            return self.k.shape[0]
-        assert self.seq_lens is not None
-        return int(self.seq_lens.sum())
-
 
 class Pages(NamedTuple):
     """What says where the keys of sequences lie in pages."""
@@ -58,78 +56,109 @@ class Pages(NamedTuple):
     norms: Tensor | None  # [num_pages, G]
 
 
-def run(call: Packed, placed: Placed, pages: Pages | None = None) -> PackedResults | None:
-    """All sequences of a call in one of the core; None where it cannot take them so.
+def run(
+    call: Packed, placed: Placed, pages: Pages | None = None, with_lse: bool = True
+) -> tuple[Tensor, Tensor] | None:
+    """out [total_q, H, E] and lse [total_q, H] of all sequences, by one call of the core; None
+    where it cannot take them so.
 
     Args:
         pages: k and v of the call are pages, [num_pages, page_size, G, size].
+        with_lse: Otherwise lse is empty.
     """
-    asked = prepare_sequences(call, placed, pages)
-    return None if asked is None else PackedResults(*attention(asked))
+    asked = prepare(call, placed, pages)
+    if asked is None:
+        return None
+    if asked.precise:
+        return _Direct.apply(asked.q, asked.k, asked.v, asked.left, asked.right, asked)
+    results = forward(asked)
+    lse = results.row_max + results.log_sum if with_lse else results.row_max[:0]
+    return results.out.to(asked.q.dtype), lse
 
 
-def prepare_sequences(call: Packed, placed: Placed, pages: Pages | None) -> Sequences | None:
-    """Check the arrays of a call, and fill in what it leaves open, as one call of `attention`."""
-    B, left, right = len(placed.starts), call.left, call.right
-    if call.implementation not in ("auto", cpu.NAME) or call.positions is not None or B == 0:
+def prepare(call: Packed, placed: Placed, pages: Pages | None) -> Sequences | None:
+    """Check the arrays of a call, and fill in what it leaves open."""
+    q, k, v, left, right, x, _ = call[:7]
+    B = len(placed.lengths_k)
+    if call.implementation not in ("auto", cpu.NAME) or x is not None or B == 0:
         return None
-    if not call.q.is_cpu or not unobserved(*call[:5]):
+    if not q.is_cpu or not unobserved(q, k, v, left, right):
         return None
-    rows = [call.q, call.k, call.v]
-    if pages is not None:  # of the keys only the sizes of their heads say anything here
-        rows[1:] = (x.new_empty(1, 1, 1).expand(1, *x.shape[2:]) for x in rows[1:])
-    q, k, v = (x.transpose(0, 1)[None] for x in rows)
-    inputs, problem = prepare(
-        "attention",
-        q,
-        k,
-        v,
-        left if left is None or left.dim() < 2 else left[:1],
-        right_slopes=right if right is None or right.dim() < 2 else right[:1],
-        causal=call.causal,
-        scale=call.scale,
-        dropout=call.dropout,
-        tolerance=call.tolerance,
-        lse=True,
-    )
+    if pages is None:
+        q, k, v = autocast(q, k, v)
+    sizes = [(*x.shape[-2:], x.shape[:-2].numel(), x.dtype, x.device) for x in (q, k, v)]
+    problem = _pose(*sizes, call.causal, call.scale, call.dropout, call.tolerance)
     if cpu.why_not(problem):
         return None
-    left = (inputs.left if left is None else left).expand(B, problem.H)
+    _request.warn_of_layout("attention", problem, depth=6)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if left is None:
+        left = default_slopes(problem.H, wide, q.device)
+    else:
+        check_slopes("attention", "slopes", left)
+    left = left.expand(B, problem.H)
     if right is not None:
+        check_slopes("attention", "right_slopes", right)
         right = right.expand(B, problem.H)
     elif not problem.causal:
         right = left
-    q, k, v = (x[0].transpose(0, 1) for x in inputs[:3])
-    where: dict[str, Any] = {"key_offsets": placing.ends(placed.lengths_k)}
-    if pages is not None:
-        k, v = call.k, call.v
-        norms = pages.norms if pages.norms is None else pages.norms.to(inputs.left.dtype)
+    where: dict[str, Any]
+    if pages is None:
+        where = {"key_offsets": placing.ends(placed.lengths_k)}
+    else:
+        norms = pages.norms if pages.norms is None else pages.norms.to(wide)
         where = {"block_table": pages.block_table, "seq_lens": pages.seq_lens, "page_norms": norms}
+    gradients = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, left, right)
+    )
     return Sequences(
         q=q,
         k=k,
         v=v,
         left=left,
         right=right,
-        query_offsets=placing.ends(placed.lengths_q),
+        num_keys=int(placed.lengths_k.sum()),
+        query_offsets=placed.offsets,
         **where,
-        key_range=placed.ranges if placed.given else None,
-        query_start=placed.starts if placed.given else None,
+        key_range=placed.key_range,
+        query_start=placed.query_start,
         query_range=placing.ranges_of_queries(call, placed),
-        seed=inputs.seed,
-        scale=inputs.scale,
-        dropout=inputs.dropout,
-        tolerance=inputs.tolerance,
-        precise=inputs.precise,
+        seed=draw_seed(q.device) if problem.dropout else None,
+        scale=problem.scale,
+        dropout=problem.dropout,
+        tolerance=problem.tolerance,
+        precise=gradients,
     )
 
 
-def attention(asked: Sequences) -> tuple[Tensor, Tensor]:
-    """out [total_q, H, E] in q's dtype, and lse [total_q, H]; differentiable, but for pages."""
-    if asked.precise:
-        return _Direct.apply(asked.q, asked.k, asked.v, asked.left, asked.right, asked)
-    results = forward(asked)
-    return results.out.to(asked.q.dtype), results.row_max + results.log_sum
+Sizes = tuple[int, int, int, torch.dtype, torch.device]
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _pose(
+    q: Sizes,
+    k: Sizes,
+    v: Sizes,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+    tolerance: float | None,
+) -> Problem:
+    """The checked problem of arrays of so many heads, numbers a head, and rows."""
+    arrays = [
+        Described((1, heads, rows, size), str(dtype).removeprefix("torch."), str(device))
+        for heads, size, rows, dtype, device in (q, k, v)
+    ]
+    request: Request[Any] = Request(
+        q=arrays[0],
+        k=arrays[1],
+        v=arrays[2],
+        causal=causal,
+        scale=scale,
+        dropout=dropout,
+        tolerance=tolerance,
+    )
+    return _request.check("attention", request, lse=True)
 
 
 def forward(asked: Sequences) -> Results:

@@ -1,5 +1,6 @@
 """Attention to caches in pages, as engines that serve models keep them."""
 
+import functools
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -7,8 +8,9 @@ import torch
 from torch import Tensor
 
 from linbias import _request
-from linbias._request import Rule, axes, keywords
-from linbias.torch.call import Slopes, as_slopes, describe, widen
+from linbias._request import Described, Rule, axes, keywords
+from linbias.torch.call import Slopes, as_slopes, describe, described, signature, widen
+from linbias.torch.operators.direct import unobserved
 from linbias.torch.operators.operator import without_autocast
 from linbias.torch.operators.values import known_values
 from linbias.torch.packed import offsets, placing
@@ -106,7 +108,7 @@ def attention_paged(
     given = q, k_pages, v_pages, block_table, seq_lens, slopes, cu_seqlens_q, page_norms
     call, placed, pages = check("attention_paged", given, implementation, options)
     with without_autocast(q.device):
-        results = offsets.run(call, placed, pages)
+        results = offsets.run(call, placed, pages, return_lse)
         out, lse = _gathered(call, placed.lengths_k, pages) if results is None else results
     return (out, lse) if return_lse else out
 
@@ -142,7 +144,7 @@ def write_pages(
     """
     function = "write_pages"
     arrays = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, "slots": slots}
-    _check_arrays(function, {**arrays, "page_norms": page_norms}, "k_pages")
+    _check_arrays(function, **arrays, page_norms=page_norms)
     num_pages, page_size = k_pages.shape[:2]
     slots = slots.long()
     if (known := known_values(slots)) is not None and known.size:
@@ -178,21 +180,29 @@ def check(
     if not options.keys() <= Options.__annotations__.keys():
         keywords.refuse_unknown(function, options, attention_paged)
     refuse_shard(function)
-    arrays = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
-    tables = {"seq_lens": seq_lens, "block_table": block_table, "page_norms": page_norms}
-    _check_arrays(function, {**arrays, **tables}, "q")
+    _check_arrays(
+        function,
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        page_norms=page_norms,
+    )
     starts = placing.offsets(function, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
     if len(starts) - 1 != len(seq_lens):
         raise ValueError(
             f"{function}: cu_seqlens_q counts {len(starts) - 1} sequences but seq_lens"
             f" {len(seq_lens)}"
         )
-    for name, x in (*arrays.items(), ("slopes", slopes)):
-        if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
-            raise NotImplementedError(
-                f"{function}: {name} must not require a gradient, which caches in pages do not"
-                " have; call it under torch.no_grad(), or attention_varlen"
-            )
+    if torch.is_grad_enabled():
+        arrays = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "slopes": slopes}
+        for name, x in arrays.items():
+            if isinstance(x, Tensor) and x.requires_grad:
+                raise NotImplementedError(
+                    f"{function}: {name} must not require a gradient, which caches in pages do not"
+                    " have; call it under torch.no_grad(), or attention_varlen"
+                )
     asked: dict[str, Any] = {**options}
     widen(asked)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -215,25 +225,39 @@ def check(
         **asked,
     )
     check_table(function, block_table, seq_lens, k_pages)
-    placed = placing.place(function, call, torch.tensor(starts).diff(), seq_lens.cpu().long())
+    placed = placing.place(function, call, starts, seq_lens.cpu().long())
     return call, placed, Pages(block_table, seq_lens, page_norms)
 
 
-def _check_arrays(function: str, arrays: dict[str, Tensor | None], like: str) -> None:
-    """Sizes that share a letter agree, and arrays of numbers have the dtype and device of one."""
+def _check_arrays(function: str, **arrays: Tensor | None) -> None:
+    """Sizes that share a letter agree; numbers have the dtype and device of the first array."""
+    try:
+        signatures = [None if x is None else signature(x) for x in arrays.values()]
+        _check_signatures(function, tuple(arrays), *signatures)
+    except TypeError:
+        described = {n: describe(n, x, function) for n, x in arrays.items() if x is not None}
+        _check_described(function, described)
+
+
+@functools.lru_cache(maxsize=256)
+def _check_signatures(function: str, names: tuple[str, ...], *signatures: Any) -> None:
+    """As `_check_described`; most calls are as one before."""
+    given = zip(names, signatures, strict=True)
+    _check_described(function, {n: described(*x) for n, x in given if x is not None})
+
+
+def _check_described(function: str, arrays: dict[str, Described]) -> None:
     sizes: dict[str, int | str] = {}
-    first = describe(like, arrays[like], function)
-    for name, x in arrays.items():
-        if x is None:
-            continue
-        array, rule = describe(name, x, function), _RULES[name]
+    like, first = next(iter(arrays.items()))
+    for name, array in arrays.items():
+        rule = _RULES[name]
         letters = rule.axes[0]
         if len(array.shape) == len(letters):
             for letter, size in zip(letters, array.shape, strict=True):
                 sizes.setdefault(str(letter), size)
         known = {str(letter): sizes.get(str(letter), str(letter)) for letter in letters}
-        anywhere = first.device if rule.holds == "floats" else None
-        _request.check_array(function, name, array, rule, known, anywhere)
+        device = first.device if rule.holds == "floats" else None
+        _request.check_array(function, name, array, rule, known, device)
         if rule.holds == "floats" and name != "page_norms" and array.dtype != first.dtype:
             raise TypeError(f"{function}: {name} is {array.dtype} but {like} is {first.dtype}")
     if sizes.get("page_size") == 0:
@@ -242,16 +266,20 @@ def _check_arrays(function: str, arrays: dict[str, Tensor | None], like: str) ->
 
 def check_table(function: str, table: Tensor, seq_lens: Tensor, k_pages: Tensor) -> None:
     """Lengths fit the table, and what it says of them is a page; where its values are known."""
-    lengths, pages = known_values(seq_lens), known_values(table)
-    if lengths is None or pages is None:
+    if not (table.is_cpu and seq_lens.is_cpu and unobserved(table, seq_lens)):
         return
+    lengths, pages = seq_lens.numpy(), table.numpy()
     num_pages, page_size = k_pages.shape[:2]
     most = pages.shape[1] * page_size
+    longest = lengths.max(initial=0)
     for b in np.flatnonzero((lengths < 0) | (lengths > most))[:1]:
         raise ValueError(
             f"{function}: seq_lens must be in [0, {most}], the rows of the {pages.shape[1]} pages"
             f" of a sequence, got {lengths[b]} of sequence {b}"
         )
+    pages = pages[:, : -(-longest // page_size)]
+    if pages.min(initial=0) >= 0 and pages.max(initial=0) < num_pages:
+        return
     used = np.arange(pages.shape[1]) * page_size < lengths[:, None]
     for b, i in np.argwhere(used & ((pages < 0) | (pages >= num_pages)))[:1]:
         raise ValueError(

@@ -12,20 +12,31 @@ from linbias.torch.packed.sequences import Packed
 
 
 class Placed(NamedTuple):
-    """Where the queries and keys of B sequences are, on the CPU."""
+    """Where the queries and keys of B sequences are: int64, on the CPU."""
 
-    lengths_q: Tensor  # [B]
-    lengths_k: Tensor
-    ranges: Tensor  # [B, G, 2]
-    starts: Tensor  # [B]: the key at which query 0 of each stands
-    given: bool  # the call says ranges or starts
+    offsets: Tensor  # [B + 1]: where the queries of each begin, and those of the last end
+    lengths_k: Tensor  # [B]
+    key_range: Tensor | None = None  # [B, G, 2]; None: all keys
+    query_start: Tensor | None = None  # [B]; None: the last query stands at the last key
+
+    def starts(self) -> Tensor:
+        """[B]: the key at which query 0 of each sequence stands."""
+        given = self.query_start
+        return self.lengths_k - self.offsets.diff() if given is None else given
+
+    def ranges(self, num_key_heads: int) -> Tensor:
+        """[B, G, 2]: the keys of each sequence that may be seen."""
+        if self.key_range is not None:
+            return self.key_range
+        whole = torch.stack([torch.zeros_like(self.lengths_k), self.lengths_k], dim=1)
+        return whole[:, None].expand(-1, num_key_heads, 2)
 
 
 _RANGES = Rule(axes("total_q 2"), "integers")
 
 
-def offsets(function: str, name: str, given: Any, total: int) -> list[int]:
-    """Checked offsets: integers from 0 to total that do not fall."""
+def offsets(function: str, name: str, given: Any, total: int) -> Tensor:
+    """Checked offsets, int64 on the CPU: from 0 to total, and they do not fall."""
     described = describe(name, given, function)
     if not described.dtype.startswith(("int", "uint")) or len(described.shape) != 1:
         raise ValueError(
@@ -36,7 +47,7 @@ def offsets(function: str, name: str, given: Any, total: int) -> list[int]:
         raise ValueError(
             f"{function}: {name} must start at 0, never fall and end at {total}, got {starts}"
         )
-    return starts
+    return given.cpu().long()
 
 
 def ends(lengths: Tensor) -> Tensor:
@@ -44,24 +55,23 @@ def ends(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-def place(function: str, call: Packed, lengths_q: Tensor, lengths_k: Tensor) -> Placed:
-    """Check what a call says of each sequence by itself, and fill in what it leaves open."""
-    B, num_key_heads = len(lengths_k), call.k.shape[-2]
+def place(function: str, call: Packed, offsets: Tensor, lengths_k: Tensor) -> Placed:
+    """Check what a call says of each sequence by itself."""
+    B, G = len(lengths_k), call.k.shape[-2]
     for name, slopes in (("slopes", call.left), ("right_slopes", call.right)):
         if slopes is not None and slopes.dim() == 2 and len(slopes) != B:
             raise ValueError(f"{function}: {name} has {len(slopes)} rows for {B} sequences")
     seen.check_window(function, call.window, call.causal)
     if call.query_range is not None:
-        _check_ranges(function, call.query_range, lengths_q, lengths_k)
-    key_range, query_start = call.key_range, call.query_start
-    sizes = {"B": B, "G": num_key_heads}
-    for name, x in (("key_range", key_range), ("query_start", query_start)):
+        _check_ranges(function, call.query_range, offsets.diff(), lengths_k)
+    ranges, start = call.key_range, call.query_start
+    for name, x in (("key_range", ranges), ("query_start", start)):
         if x is not None:
             described = describe(name, x, function)
-            _request.check_array(function, name, described, _request.RULES[name], sizes)
-    ranges = torch.stack([torch.zeros_like(lengths_k), lengths_k], dim=1)[:, None]
-    if key_range is not None:
-        ranges = key_range.cpu()
+            rule = _request.RULES[name]
+            _request.check_array(function, name, described, rule, {"B": B, "G": G})
+    if ranges is not None:
+        ranges = ranges.cpu()
         ranges = ranges[:, None] if ranges.dim() == 2 else ranges
         for b, length in enumerate(lengths_k.tolist()):
             for first, end in ranges[b].tolist():
@@ -70,10 +80,10 @@ def place(function: str, call: Packed, lengths_q: Tensor, lengths_k: Tensor) -> 
                         f"{function}: key_range must be 0 <= first <= end <= {length},"
                         f" the keys of sequence {b}, got [{first}, {end}]"
                     )
-    ranges = ranges.expand(B, num_key_heads, 2)
-    starts = last_end(ranges) - lengths_q if query_start is None else query_start.cpu()
-    given = key_range is not None or query_start is not None
-    return Placed(lengths_q, lengths_k, ranges, starts, given)
+        ranges = ranges.expand(B, G, 2)
+        if start is None:
+            start = last_end(ranges) - offsets.diff()
+    return Placed(offsets, lengths_k, ranges, start if start is None else start.cpu())
 
 
 def _check_ranges(function: str, ranges: Tensor, lengths_q: Tensor, lengths_k: Tensor) -> None:
@@ -95,13 +105,15 @@ def ranges_of_queries(call: Packed, placed: Placed) -> Tensor | None:
     left, right = seen.check_window("", call.window, call.causal)
     if call.query_range is None and left < 0 and right < 0:
         return None
-    lengths_q, lengths_k, _, starts, _ = placed
-    num_keys = lengths_k.repeat_interleave(lengths_q)
+    lengths = placed.offsets.diff()
+    num_keys, begin, start = (
+        x.repeat_interleave(lengths)
+        for x in (placed.lengths_k, placed.offsets[:-1], placed.starts())
+    )
     first, end = torch.zeros_like(num_keys), num_keys
     if call.query_range is not None:
         first, end = call.query_range.cpu().unbind(1)
-    row = torch.arange(len(num_keys)) - ends(lengths_q)[:-1].repeat_interleave(lengths_q)
-    own_key = starts.repeat_interleave(lengths_q) + row
+    own_key = start + torch.arange(len(num_keys)) - begin
     if left >= 0:
         first = torch.maximum(first, own_key.clamp(min=0) - min(left, seen.LARGEST_WINDOW))
     if right >= 0:

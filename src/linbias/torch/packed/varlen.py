@@ -142,10 +142,10 @@ def _run(call: packed.Packed) -> packed.Results:
             f"attention_varlen: cu_seqlens_q counts {len(starts_q) - 1} sequences"
             f" but cu_seqlens_k {len(starts_k) - 1}"
         )
-    lengths_q, lengths_k = (torch.tensor(s).diff() for s in (starts_q, starts_k))
-    placed = placing.place(function, call, lengths_q, lengths_k)
-    results = offsets.run(call, placed)
-    return _in_batches(call, placed, starts_q, starts_k) if results is None else results
+    placed = placing.place(function, call, starts_q, starts_k.diff())
+    if (results := offsets.run(call, placed)) is not None:
+        return packed.Results(*results)
+    return _in_batches(call, placed, starts_q.tolist(), starts_k.tolist())
 
 
 def _in_batches(
@@ -156,8 +156,9 @@ def _in_batches(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [q.new_empty(0, q.shape[1], dtype=wide)]
     order = [torch.empty(0, dtype=torch.int64)]
-    lengths = where.lengths_q.tolist(), where.lengths_k.tolist()
+    lengths = where.offsets.diff().tolist(), where.lengths_k.tolist()
     batches = _batches(*lengths, _GRAIN if x is None else 1)
+    given = where.ranges(k.shape[1]), where.starts()
     if not batches:
         # The empty result is a function of its arguments, too, with gradients of zeros.
         nothing = sum(y.sum() for y in (q, k, v, left, right) if y is not None)
@@ -169,8 +170,7 @@ def _in_batches(
         keys, held = _padded(starts_k, batch)
         own = [s if s is None or s.dim() < 2 else s[batch] for s in (left, right)]
         # Sequences without padding and placement of their own need neither argument.
-        plain = held.all() and real.all() and not where.given
-        given = where.ranges, where.starts
+        plain = held.all() and real.all() and where.query_start is None
         ranges, starts = (None if plain else y[batch].to(q.device) for y in given)
         if x is not None and call.query_start is None:
             starts = None  # as the call has it: where not causal, queries look for their keys
