@@ -160,13 +160,17 @@ def write_pages(
     k_pages[page, row], v_pages[page, row] = k, v
     if page_norms is None:
         return
-    wide = page_norms.dtype
+    norms = norms_of(k, v, page_norms.dtype)
+    page_norms[page[row == 0]] = 0
+    page_norms.scatter_reduce_(0, page[:, None].expand_as(norms), norms, "amax")
+
+
+def norms_of(k: Tensor, v: Tensor, wide: torch.dtype) -> Tensor:
+    """[n, G]: at least the norms of keys [n, G, D]; NaN where one or its value is not finite."""
     # Rounded up, and by what may vanish of small squares; 0 * x is NaN where x is not finite.
     up, least = 1 + 4 * (k.shape[2] + 8) * torch.finfo(wide).eps, torch.finfo(wide).tiny ** 0.5
     norms = k.to(wide).norm(dim=-1) * up + k.shape[2] * least
-    norms = norms + (v * 0).sum(-1).to(wide)
-    page_norms[page[row == 0]] = 0
-    page_norms.scatter_reduce_(0, page[:, None].expand_as(norms), norms, "amax")
+    return norms + (v * 0).sum(-1).to(wide)
 
 
 Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Slopes | None, Tensor, Tensor | None]
