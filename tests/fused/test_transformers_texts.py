@@ -8,7 +8,7 @@ import torch
 from transformers import FalconForCausalLM, StaticCache
 
 from linbias.models import WindowCache, unfuse
-from small_models import assert_same, build, each_existing, fused, tokens
+from small_models import assert_same, each_existing, fused, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -70,12 +70,3 @@ def test_what_cannot_be_read_is_explained() -> None:
     ):
         with pytest.raises(ValueError, match=f"^(BloomForCausalLM|WindowCache): .*{message}"):
             model(**{"input_ids": ids, **given})
-
-
-@each_existing
-def test_batches_with_keys_in_pages_are_refused(family: str) -> None:
-    model = fused(family)
-    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), build()):
-        with pytest.raises(ValueError, match=r"^\w+ForCausalLM: generate_batch, .* is not built"):
-            one.generate_batch([[5, 6, 7], [8, 9]], max_new_tokens=3)
-    assert "refuse_pages" not in repr(unfuse(model).init_continuous_batching)

@@ -142,7 +142,7 @@ class PaperForCausalLM(PaperPreTrainedModel, decoder.CausalGenerationMixin):
         labels: Tensor | None = None,
         targets: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         **named: Any,
     ) -> CausalLMOutputWithPast:
@@ -156,11 +156,12 @@ class PaperForCausalLM(PaperPreTrainedModel, decoder.CausalGenerationMixin):
         decoder.refuse_keep(self, named)
         wanted = (named.get(name) for name in ("output_attentions", "output_hidden_states"))
         is_whole = targets is not None or any(decoder.asked(self.config, *wanted))
-        named["keep"] = 0 if is_whole else logits_to_keep
+        some = isinstance(logits_to_keep, Tensor)
+        named["keep"] = 0 if is_whole or some else logits_to_keep
         outputs = self.model(*inputs, **named, return_dict=True)
         loss, logits = None, None
         if targets is None:
-            hidden = outputs.last_hidden_state[:, -logits_to_keep:]
+            hidden = decoder.kept(outputs.last_hidden_state, logits_to_keep)
             logits = self.adaptive_softmax(hidden, self.model.embed_tokens)
         else:
             loss = self._loss(outputs.last_hidden_state, targets, num_items_in_batch)

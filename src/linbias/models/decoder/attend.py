@@ -48,6 +48,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor | 
 def _gather(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
     """As `attend`, but [B, H, keep or T, D]."""
     method, layout, cache, layer, dropout, keep, steps = how
+    if layout.pages is not None:
+        return layout.pages.attend(q, k, v, method, layer), None
     slopes_say_all = isinstance(method, LinearBias) and method.uses_key_bound and steps is None
     linear: Any = method if slopes_say_all else None
     if (own := attending_layer(cache, layer)) is not None:

@@ -113,6 +113,11 @@ class LinbiasConfig(fields.CheckedConfig):
     def method(self) -> str:
         return self.encoder_position or self.position
 
+    @property
+    def head_dim(self) -> int:
+        """What Transformers calls `head_size`: its engine sizes pages by it."""
+        return self.head_size
+
     def _fill(self, name: str, value: int) -> bool:
         """Fill in a field that was left open; say whether it was."""
         is_open = getattr(self, name) is None

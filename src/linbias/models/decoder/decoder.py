@@ -31,6 +31,7 @@ from linbias.models.decoder.layout import (
     read_full_mask,
     takes_marks,
 )
+from linbias.models.decoder.pages import init_continuous_batching, refuse_pages, take_pages
 from linbias.models.decoder.positions import Position, Stepped
 
 
@@ -127,14 +128,6 @@ class DecoderBlock(GradientCheckpointingLayer):
         return hidden + self.dropout(feed_forward(feed_forward_norm(hidden))), weights
 
 
-def refuse_pages(model: PreTrainedModel, *_: Any, **__: Any) -> Any:
-    """Refuse `generate_batch` in words: it would fail in a thread of its own."""
-    raise ValueError(
-        f"{type(model).__name__}: generate_batch, which keeps keys in pages, is not built: "
-        "generate takes padded prompts"
-    )
-
-
 def use_given_cache(caller: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `generate`, which otherwise, where a configuration says use_cache=False,
     appends the whole text to a given cache at every step.
@@ -154,6 +147,9 @@ class GenerationMixin(transformers.GenerationMixin):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         return super().generate(*args, **use_given_cache(type(self).__name__, kwargs))
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        refuse_pages(self, "the model must be a decoder alone, got one with an encoder")
 
     @wraps(transformers.GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -184,9 +180,6 @@ class DecoderPreTrainedModel(PreTrainedModel):
         """Keep the mask [B, S]: `generate` would make one of [B, 1, T, S] for a static cache."""
         return fill_room(attention_mask, given[CACHE])
 
-    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        refuse_pages(self)
-
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Tensor | None:
@@ -195,6 +188,18 @@ class DecoderPreTrainedModel(PreTrainedModel):
             return None
         numbers: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
         return numbers
+
+
+def takes_pages(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a forward take what Transformers' engine gives for `generate_batch`: a layout of it."""
+
+    @wraps(forward)
+    def with_pages(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (pages := take_pages(kwargs)) is not None:
+            kwargs["attention_mask"] = TokenLayout(pages.positions, pages=pages)
+        return forward(self, *args, **kwargs)
+
+    return with_pages
 
 
 class Decoder(DecoderPreTrainedModel):
@@ -220,13 +225,14 @@ class Decoder(DecoderPreTrainedModel):
         """The final norm, if there is one."""
         return self.norm(hidden)
 
+    @takes_pages
     @takes_marks
     @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | TokenLayout | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -315,13 +321,15 @@ class Decoder(DecoderPreTrainedModel):
 
     def _read_mask(
         self,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | TokenLayout | None,
         position_ids: Tensor | None,
         embedded: Tensor,
         past_key_values: Cache | None,
         use_cache: bool,
     ) -> TokenLayout:
         """Where the new tokens stand, after those of a cache."""
+        if isinstance(attention_mask, TokenLayout):
+            return attention_mask
         name, cache, num_cached, has_room = type(self).__name__, past_key_values, 0, False
         if self.position.causal and is_full(attention_mask):
             if isinstance(self.position, Stepped):
@@ -351,10 +359,15 @@ class Decoder(DecoderPreTrainedModel):
 class CausalGenerationMixin(GenerationMixin):
     """A model whose head predicts the next token."""
 
+    model: Any
+
     def __new__(cls, *_: Any, **__: Any) -> Self:
         # Trainer's label smoothing shifts labels for classes that are named here, and no others.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
         return super().__new__(cls)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        return init_continuous_batching(self, [self.model.position], *args, **kwargs)
 
 
 def asked(
@@ -393,25 +406,33 @@ def refuse_keep(model: Any, named: dict[str, Any]) -> None:
         raise TypeError(f"{name}: there is no argument keep; say logits_to_keep")
 
 
+def kept(hidden: Tensor, keep: int | Tensor) -> Tensor:
+    """The last `keep` tokens of hidden [B, T, ...], all for 0; or those at indices [N]."""
+    return hidden[:, keep if isinstance(keep, Tensor) else slice(-keep, None)]
+
+
 def predict(
     model: Any,
     inputs: tuple[Any, ...],
     named: dict[str, Any],
     labels: Tensor | None,
-    keep: int = 0,
+    keep: int | Tensor = 0,
     **how: Any,
 ) -> dict[str, Any]:
     """What a model with a head returns: loss, logits of the last `keep` tokens, and what its body
     does with inputs and named ones.
 
-    Logits are at least float32; `how` goes to the loss function; `keep` = 0 means all.
+    Logits are at least float32; `how` goes to the loss function; `keep` = 0 means all, and indices
+    [N] mean those tokens.
     """
     refuse_keep(model, named)
     wanted = (named.get(name) for name in ("output_attentions", "output_hidden_states"))
-    if keep and not any(asked(model.config, *wanted)):  # which come for all tokens
+    if (
+        not isinstance(keep, Tensor) and keep and not any(asked(model.config, *wanted))
+    ):  # which come for all tokens
         named["keep"] = keep
     outputs = dict(model.model(*inputs, **named, return_dict=True).items())
-    logits = model.lm_head(outputs.pop("last_hidden_state")[:, -keep:])
+    logits = model.lm_head(kept(outputs.pop("last_hidden_state"), keep))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = None
     if labels is not None:

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 from transformers import Cache
 
+from linbias.models.decoder.pages import Pages
 from linbias.models.decoder.rows import Rows, find_texts
 from linbias.torch.operators.values import readable
 from linbias.torch.shard import refuse_shard, shard_here
@@ -43,6 +44,7 @@ class TokenLayout:
     # Of a full mask, [1 or B, T, S]: how far each key lies before a new token; hidden ones: -1.
     distances: Tensor | None = None
     need_weights: bool = False
+    pages: Pages | None = None  # where keys lie in the pages of an engine
     ndim: ClassVar[int] = 0  # models look whether a mask has two or four axes: neither
 
     @property

@@ -187,7 +187,7 @@ class LinbiasForCausalLM(_WithHead, decoder.CausalGenerationMixin):
         *inputs: Any,
         labels: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         **named: Any,
     ) -> CausalLMOutputWithPast:
@@ -199,8 +199,8 @@ class LinbiasForCausalLM(_WithHead, decoder.CausalGenerationMixin):
             labels: [B, T]; the logits at token t are scored on labels[:, t + 1]. -100 is not
                 scored.
             token_type_ids: Not used; some tokenizers make them.
-            logits_to_keep: Compute logits for the last so many tokens only; 0 means all. Hidden
-                states and attentions come for all tokens.
+            logits_to_keep: Compute logits for the last so many tokens only, or for those at
+                indices [N]; 0 means all. Hidden states and attentions come for all tokens.
             num_items_in_batch: Divide the summed loss by this instead of the number of scored
                 tokens, so that the parts of a larger batch add up to its mean.
         """

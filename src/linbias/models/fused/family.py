@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from linbias.models.decoder.attend import How, attend
 from linbias.models.decoder.cache import CACHE, use_growing_layers
-from linbias.models.decoder.decoder import refuse_pages, use_given_cache
+from linbias.models.decoder.decoder import use_given_cache
 from linbias.models.decoder.layout import (
     TokenLayout,
     check_mask,
@@ -37,6 +37,7 @@ from linbias.models.decoder.layout import (
     shown_with_marks,
     without_marks,
 )
+from linbias.models.decoder.pages import init_continuous_batching, take_pages
 from linbias.models.decoder.positions import AttendOptions, LinearBias
 from linbias.models.decoder.rows import find_texts
 from linbias.models.decoder.slopes import ModelSlopes
@@ -309,8 +310,8 @@ _POSITION_IDS = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY
 
 
 def adapt_calls(model: Any) -> None:
-    """Let a model read what Transformers' code drops, texts in a row and full masks; and refuse
-    `generate_batch`, which knows Transformers' own attention alone.
+    """Let a model read what Transformers' code drops: texts in a row, full masks, and the pages of
+    `generate_batch`.
     """
     name = _forward_name(model)
     if isinstance(vars(model).get(name), partial):
@@ -324,7 +325,7 @@ def adapt_calls(model: Any) -> None:
     vars(model)[name] = reading
     if hasattr(model, "generate"):
         vars(model)["generate"] = partial(_generate, model)
-        vars(model)[_PAGES] = partial(refuse_pages, model)
+        vars(model)[_PAGES] = partial(_init_continuous_batching, model)
 
 
 def _forward_name(module: nn.Module) -> str:
@@ -347,6 +348,12 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     return type(model).generate(model, *args, **use_given_cache(type(model).__name__, kwargs))
 
 
+def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
+    layers = (module for module in model.modules() if isinstance(module, FusedAttention))
+    methods = [layer.fused_bias for layer in layers]
+    return init_continuous_batching(model, methods, *args, **kwargs)
+
+
 # That of the call at work, where a mask [B, S] does not say it: heads pass nothing else on. The
 # compiler cannot look there; it sees the list.
 _LAYOUT: ContextVar[TokenLayout | None] = ContextVar("linbias.layout", default=None)
@@ -361,17 +368,19 @@ def _layout_of_call() -> TokenLayout | None:
 def _forward(model: Any, arguments: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
     """That of the class of a model, which then asks `make_mask`."""
     caller = type(model).__name__
+    if (pages := take_pages(kwargs)) is not None:
+        return _forward_with_layout(model, kwargs, TokenLayout(pages.positions, pages=pages))
     kwargs = without_marks(caller, kwargs)
     given = dict(zip(arguments, args, strict=False)) | kwargs
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if is_full(mask):
-        return _forward_with_layout(model, given)
+        return _forward_with_rows(model, given)
     if not isinstance(mask, TokenLayout | None):
         check_mask(caller, mask)
     if position_ids is not None and (tokens := _tokens(given)) is not None:
         check_position_ids(caller, position_ids, *tokens.shape[:2])
         if _has_several_texts(**given):
-            return _forward_with_layout(model, given)
+            return _forward_with_rows(model, given)
     return type(model).forward(model, *args, **kwargs)
 
 
@@ -382,7 +391,7 @@ def _tokens(given: dict[str, Any]) -> Any:
 
 
 @torch.compiler.disable
-def _forward_with_layout(model: Any, given: dict[str, Any]) -> Any:
+def _forward_with_rows(model: Any, given: dict[str, Any]) -> Any:
     caller, tokens, cache = type(model).__name__, _tokens(given), given.get("cache")
     cache = given.get("past_key_values") if cache is None else cache
     mask, position_ids = given.pop("attention_mask", None), given.pop("position_ids", None)
@@ -394,6 +403,10 @@ def _forward_with_layout(model: Any, given: dict[str, Any]) -> Any:
         start = 0 if cache is None else cache.get_seq_length()
         options: Any = {"position_ids": position_ids, "has_cache": has_cache}
         layout = read_attention_mask(caller, mask, tokens, start, **options)
+    return _forward_with_layout(model, given, layout)
+
+
+def _forward_with_layout(model: Any, given: dict[str, Any], layout: TokenLayout) -> Any:
     before = _LAYOUT.set(layout)
     _AT_WORK.append(layout)
     try:
