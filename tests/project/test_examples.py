@@ -55,7 +55,7 @@ def test_an_example_trains_and_reads_beyond_its_length(name, capsys, monkeypatch
 
 
 def test_every_example_is_tested():
-    others = {"flax_extrapolation", "embed_many", "slide"}
+    others = {"flax_extrapolation", "embed_many", "serve", "slide"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SIZES} | others
 
 
@@ -176,6 +176,31 @@ def test_the_existing_model_is_the_definition():
         model.set_attn_implementation("eager")
         theirs = model(tokens, attention_mask=mask).logits
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("family", ("bloom", "linbias"))
+def test_the_server_loads_models_that_read_pages(family, tmp_path):
+    from transformers import BloomConfig, BloomForCausalLM
+
+    from linbias.data.tokenizers import byte_tokenizer
+    from linbias.models import LinbiasConfig, LinbiasForCausalLM, install
+
+    install()
+    sizes = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1}
+    model = {
+        "bloom": lambda: BloomForCausalLM(BloomConfig(**sizes, n_head=2)),
+        "linbias": lambda: LinbiasForCausalLM(LinbiasConfig(**sizes, num_attention_heads=2)),
+    }[family]()
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save(tmp_path)
+    manager = load("serve").ModelManager(
+        device="cpu", dtype="bfloat16", continuous_batching=True, force_model=str(tmp_path)
+    )
+    (served,) = (timed.model for timed in manager.loaded_models.values())
+    manager.shutdown()
+    assert served.dtype == torch.bfloat16
+    (answer,) = served.generate_batch([[5, 6, 7]], max_new_tokens=3).values()
+    assert answer.error is None and len(answer.generated_tokens) <= 3
 
 
 def write_corpus(folder):
