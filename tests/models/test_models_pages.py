@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,12 +62,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "bloom, as rounded": lambda: fused("bloom", rounding="checkpoint"),
     "own, grouped heads": lambda: build(num_key_value_heads=2, head_size=6),
     "own, side by side": lambda: build(block="parallel_fused"),
-    **{f"own, {p}": (lambda p=p: build(position=p)) for p in POSITIONS if p not in STEPPED},
-    **{
-        f"paper, {p}": (lambda p=p: build_paper(position=p))
-        for p in PAPER_POSITIONS
-        if p not in STEPPED
-    },
+    **{f"own, {p}": partial(build, position=p) for p in POSITIONS if p not in STEPPED},
+    **{f"paper, {p}": partial(build_paper, position=p) for p in PAPER_POSITIONS},
 }
 QUICK = ("bloom", "falcon", "mpt", "own, grouped heads")
 EACH = [
@@ -184,7 +181,7 @@ def test_sixteen_bits_and_a_manager_that_stays() -> None:
     [
         *(
             pytest.param(
-                lambda p=p: build(position=p),
+                partial(build, position=p),
                 rf"LinbiasForCausalLM.*keys and values alone, .* got {p.title()}",
                 id=p,
             )
