@@ -56,7 +56,7 @@ struct Sequence {
       first_key = keys.first;
       call.S = keys.end - keys.first;
     } else {
-      call.S = clamp(sequences.key_counts[index], 0, all.pages_row * all.page_keys);
+      call.S = clamp(sequences.key_counts[index], 0, all.num_pages > 0 ? all.pages_row * all.page_keys : 0);
       call.pages = all.pages + index * all.pages_row;
     }
     call.q = behind<In>(all.q, first_query);
@@ -107,7 +107,8 @@ struct Sequence {
 template <typename W>
 void bound_keys(const Call& call, const Sequences& sequences, W* bounds) {
   for (int64_t index = 0; index < sequences.count; ++index) {
-    const int64_t keys = clamp(sequences.key_counts[index], 0, call.pages_row * call.page_keys);
+    const int64_t most = call.num_pages > 0 ? call.pages_row * call.page_keys : 0;
+    const int64_t keys = clamp(sequences.key_counts[index], 0, most);
     for (int64_t g = 0; g < call.G; ++g) {
       W& bound = bounds[index * call.G + g] = 0;
       for (int64_t j = 0; j * call.page_keys < keys; ++j) {

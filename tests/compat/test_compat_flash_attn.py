@@ -283,6 +283,16 @@ def test_caches_in_pages_are_as_those_in_rows(causal):
         q.flatten(0, 1), *pages, *offsets, block_table=table, **sizes
     )
     torch.testing.assert_close(found[:2], wanted[:2])
+    with pytest.raises(ValueError, match="flash_attn_varlen_func: cu_seqlens_k must start at 0"):
+        flash_attn.flash_attn_varlen_func(
+            q.flatten(0, 1),
+            *pages,
+            offsets[0],
+            torch.tensor([0, 5, 3, 9]),
+            4,
+            24,
+            block_table=table,
+        )
     with pytest.raises(ValueError, match="dropout_p must be 0 with a block_table"):
         flash_attn.flash_attn_varlen_func(
             q.flatten(0, 1), *pages, *offsets, 4, 24, 0.5, block_table=table

@@ -18,7 +18,7 @@ from linbias.torch import (
     visited_paged,
     write_pages,
 )
-from linbias.torch.packed import offsets
+from linbias.torch.packed import offsets, varlen
 from test_torch import DECODING, DTYPES, TorchSubject, _to_numpy
 
 OURS = ("cpu", "blocked", "dense")
@@ -221,6 +221,9 @@ WRONG_VALUES = (
     ({"page_norms": torch.zeros(2, 2)}, "page_norms must have shape"),
     ({"slopes": torch.ones(3, 2)}, "slopes has 3 rows for 2 sequences"),
     ({"q": torch.randn(4, 3, 8)}, "3 heads, which is no multiple of the 2"),
+    ({"slopes": torch.ones(1)}, "slopes must have shape"),
+    ({"right_slopes": torch.ones(2)}, "right_slopes contradicts causal=True"),
+    ({"query_start": torch.tensor([2**40, 0])}, "query_start must be within 2.30"),
     ({"implementation": "flex"}, "flex"),
 )
 WRONG_TYPES = (
@@ -229,15 +232,42 @@ WRONG_TYPES = (
     ({"block_table": torch.ones(2, 2)}, "block_table must hold integers"),
     ({"positions": torch.arange(4.0)}, "positions"),
     ({"dropout": 0.5}, "dropout"),
+    ({"scale": [1.0]}, "scale must be a number"),
 )
 REFUSED = [(ValueError, *row) for row in WRONG_VALUES] + [(TypeError, *row) for row in WRONG_TYPES]
-REFUSED.append((NotImplementedError, {"q": torch.randn(4, 2, 8).requires_grad_()}, "q must not"))
+TWO_SIDED = {"causal": False, "right_slopes": torch.ones(2).requires_grad_()}
+for changed in ({"q": torch.randn(4, 2, 8).requires_grad_()}, TWO_SIDED):
+    REFUSED.append((NotImplementedError, changed, "must not require a gradient"))
 
 
 @pytest.mark.parametrize(("error", "changed", "words"), REFUSED)
 def test_what_is_refused(error, changed, words):
     with pytest.raises(error, match=words):
         attention_paged(**arrays(**changed))
+
+
+def test_tables_and_lengths_of_any_integers():
+    wanted = attention_paged(**arrays())
+    given = arrays()
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int64):
+        table = given["block_table"].clamp(min=0).to(dtype)
+        changed = {"block_table": table, "seq_lens": given["seq_lens"].to(dtype)}
+        pages = {n: torch.cat([given[n]] * 20, 1) for n in ("k_pages", "v_pages")}
+        changed["cu_seqlens_q"] = given["cu_seqlens_q"].to(dtype)
+        out = attention_paged(**{**given, **changed, **pages})
+        assert out.shape == wanted.shape
+
+
+def test_no_sequences_and_no_queries():
+    given = arrays(cu_seqlens_q=torch.tensor([0, 4, 4]), window=(4, 0))
+    told = visited_paged(**given)
+    assert [x.first.shape[2] for x in told] == [1, 0]
+    none = {"seq_lens": torch.zeros(0).long(), "block_table": torch.zeros(0, 3).long()}
+    none |= {"q": torch.randn(0, 2, 8), "cu_seqlens_q": torch.tensor([0])}
+    assert (
+        attention_paged(**arrays(**none)).shape == (0, 2, 8)
+        and visited_paged(**arrays(**none)) == []
+    )
 
 
 def test_slots_outside_the_pages_are_refused():
@@ -257,3 +287,67 @@ def test_sequences_may_have_a_page_in_common(shared):
     out = attention_paged(**given)
     given["block_table"][1, 0] = 2
     assert torch.equal(out, attention_paged(**given))
+
+
+# ---- gradients of packed sequences
+
+
+def packed(dtype=torch.float64):
+    q, k, v = torch.randn(3, 10, 4, 8, dtype=dtype).requires_grad_().unbind()
+    return q, k, v, torch.tensor([0, 4, 10])
+
+
+def test_a_second_derivative_is_refused_by_name():
+    q, k, v, ends = packed()
+    out = attention_varlen(q, k, v, ends, ends)
+    (once,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="cpu gives first derivatives only"):
+        torch.autograd.grad(once.square().sum() + out.sum(), q)
+
+
+def test_backward_finds_offsets_ranges_and_results_as_they_were():
+    q, k, v, ends = packed()
+    ranges, starts = torch.tensor([[0, 4], [1, 6]]), torch.tensor([0, 1])
+
+    def apart(x):  # the same values with other strides
+        return x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() > 1 else x
+
+    def gradient(changes, unpack):
+        given = [x.clone() for x in (ends, ranges, starts)]
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            placed = {"key_range": given[1], "query_start": given[2]}
+            out = attention_varlen(q, k, v, given[0], given[0], **placed)
+            for x in given if changes else ():
+                x.zero_()
+            return torch.autograd.grad(out.square().sum(), q)[0]
+
+    wanted = gradient(False, lambda x: x)
+    assert torch.equal(gradient(True, lambda x: x), wanted)
+    assert torch.equal(gradient(False, apart), wanted)
+
+
+def test_gradients_may_be_batched_and_lazily_negative():
+    q, k, v, ends = packed()
+    out = attention_varlen(q, k, v, ends, ends, return_lse=True)[0]
+    weights = torch.randn(3, *out.shape, dtype=out.dtype)
+    each = [torch.autograd.grad(out, (q, k, v), w, retain_graph=True) for w in weights]
+    batched = torch.autograd.grad(
+        out, (q, k, v), weights, retain_graph=True, is_grads_batched=True
+    )
+    for i in range(3):
+        torch.testing.assert_close([x[i] for x in batched], list(each[i]))
+    negative = torch.complex(weights[0], -weights[0]).conj().imag  # + weights, as a lazy negative
+    assert negative.is_neg()
+    torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), negative), each[0])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_dropout_draws_one_mask_whoever_looks_on():
+    """The operator's forward under a profiler, and its backward without."""
+    q, k, v, ends = packed(torch.float32)
+    seed = torch.tensor(3)
+    call = varlen.packed.Packed(q, k, v, None, None, None, None, ends, ends, seed, dropout=0.5)
+    with torch.profiler.profile():
+        out, _ = varlen._operator(*call)
+    (dv,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close((dv * v).sum(), out.sum())  # linear in v

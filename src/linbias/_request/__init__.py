@@ -422,6 +422,11 @@ def check_parts(outs: Sequence[tuple[int, ...]], lses: Sequence[tuple[int, ...]]
             )
 
 
+def check_scale(function: str, scale: object, name: str = "scale") -> None:
+    """A scale is a finite number, or None."""
+    _number(function, name, scale, -math.inf, math.inf, 1.0)
+
+
 def check_dropout(function: str, dropout: object, name: str = "dropout") -> float:
     """Dropout is a number from 0 to LARGEST_DROPOUT."""
     number = _number(function, name, dropout, -math.inf, math.inf, 0.0)

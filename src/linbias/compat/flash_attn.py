@@ -53,6 +53,7 @@ from linbias._request import Rule, axes
 from linbias.torch import attention, attention_paged, attention_varlen, write_pages
 from linbias.torch.call import as_int64, check_slopes, describe
 from linbias.torch.operators.values import known_values
+from linbias.torch.packed import placing
 from linbias.torch.packed.paged import check_table
 
 __all__ = [
@@ -211,7 +212,9 @@ def flash_attn_varlen_func(
         describe(name, offsets, function)  # which refuses what is no tensor
     sizes["B"] = cu_seqlens_q.numel() - 1
     slopes = _slopes(function, alibi_slopes, sizes)
-    num_keys = len(k) if block_table is None else k.shape[:2].numel()
+    num_keys = len(k)
+    if block_table is not None:
+        num_keys = k.shape[1] * _num_pages(function, block_table, sizes["B"])
     options = _window(function, causal, window_size, len(q), num_keys)
     options |= {"scale": softmax_scale, "return_lse": bool(return_attn_probs)}
     if block_table is None:
@@ -220,8 +223,12 @@ def flash_attn_varlen_func(
     elif dropout_p:
         raise ValueError(f"{function}: dropout_p must be 0 with a block_table, got {dropout_p}")
     else:
-        lengths = cu_seqlens_k.diff()
-        _num_pages(function, block_table, sizes["B"])
+        lengths = placing.offsets(function, "cu_seqlens_k", cu_seqlens_k, None).diff()
+        if len(lengths) != sizes["B"]:
+            raise ValueError(
+                f"{function}: cu_seqlens_q counts {sizes['B']} sequences but cu_seqlens_k"
+                f" {len(lengths)}"
+            )
         check_table(function, block_table, lengths, k)
         result = attention_paged(
             q, k, v, block_table, lengths, slopes, cu_seqlens_q=cu_seqlens_q, **options
@@ -402,6 +409,7 @@ def flash_attn_with_kvcache(
     end = _integers(function, "cache_seqlens", cache_seqlens, B, S - num_new, num_new)
     first = _integers(function, "cache_leftpad", cache_leftpad, B, S)
     # What is wrong is refused before anything is written.
+    _request.check_scale(function, softmax_scale, "softmax_scale")
     slopes = _slopes(function, alibi_slopes, sizes)
     window = _window(function, causal, window_size, T, S)
     if block_table is not None and end is not None:

@@ -114,6 +114,8 @@ def visited_paged(
     """
     given = (q, k_pages, v_pages, block_table, seq_lens, slopes, cu_seqlens_q, page_norms)
     call, placed, pages = check("visited_paged", given, cpu.NAME, options)
+    if len(seq_lens) == 0:
+        return []
     asked = offsets.prepare(call, placed, pages)
     if asked is None:
         raise NotImplementedError(
@@ -158,6 +160,8 @@ def _told(chosen: Any, inputs: Inputs, counts: Tensor) -> Visited:
 
 def _seen_by_tiles(ranges: Tensor, tile_rows: int) -> tuple[Tensor, Tensor]:
     """The first and one past the last key in the ranges [B, T, 2] of each tile: [B, 1, tiles]."""
+    if ranges.shape[1] == 0:
+        return (ranges.new_zeros(len(ranges), 1, 0),) * 2
     tiles = []
     for rows in ranges.split(tile_rows, dim=1):
         first, end = rows.unbind(-1)

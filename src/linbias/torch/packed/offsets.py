@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from linbias import _request
 from linbias._request import Described, Problem, Request
@@ -82,12 +81,18 @@ def prepare(call: Packed, placed: Placed, pages: Pages | None) -> Sequences | No
     B = len(placed.lengths_k)
     if call.implementation not in ("auto", cpu.NAME) or x is not None or B == 0:
         return None
-    if not q.is_cpu or not unobserved(q, k, v, left, right):
+    # In the operator's kernels, which draw from its seed, forward and backward take the same way.
+    seen = call.seed is None and not unobserved(q, k, v, left, right)
+    if not q.is_cpu or seen:
         return None
     if pages is None:
         q, k, v = autocast(q, k, v)
     sizes = [(*x.shape[-2:], x.shape[:-2].numel(), x.dtype, x.device) for x in (q, k, v)]
-    problem = _pose(*sizes, call.causal, call.scale, call.dropout, call.tolerance)
+    options = right is not None, call.causal, call.scale, call.dropout, call.tolerance
+    try:
+        problem = _pose(*sizes, *options)
+    except TypeError:  # a wrong argument may be no key, and is refused by name
+        problem = _pose.__wrapped__(*sizes, *options)
     if cpu.why_not(problem):
         return None
     _request.warn_of_layout("attention", problem, depth=6)
@@ -111,6 +116,8 @@ def prepare(call: Packed, placed: Placed, pages: Pages | None) -> Sequences | No
     gradients = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, left, right)
     )
+    if gradients:  # backward must find them as they are now, whatever their owner does
+        placed = placed.copy()
     return Sequences(
         q=q,
         k=k,
@@ -123,7 +130,7 @@ def prepare(call: Packed, placed: Placed, pages: Pages | None) -> Sequences | No
         key_range=placed.key_range,
         query_start=placed.query_start,
         query_range=placing.ranges_of_queries(call, placed),
-        seed=draw_seed(q.device) if problem.dropout else None,
+        seed=draw_seed(q.device) if problem.dropout and call.seed is None else call.seed,
         scale=problem.scale,
         dropout=problem.dropout,
         tolerance=problem.tolerance,
@@ -139,6 +146,7 @@ def _pose(
     q: Sizes,
     k: Sizes,
     v: Sizes,
+    two_sided: bool,
     causal: bool,
     scale: float | None,
     dropout: float,
@@ -149,7 +157,9 @@ def _pose(
         Described((1, heads, rows, size), str(dtype).removeprefix("torch."), str(device))
         for heads, size, rows, dtype, device in (q, k, v)
     ]
+    slopes = Described((q[0],), "float32") if two_sided else None
     request: Request[Any] = Request(
+        right_slopes=slopes,
         q=arrays[0],
         k=arrays[1],
         v=arrays[2],
@@ -184,42 +194,91 @@ def forward(asked: Sequences) -> Results:
 class _Direct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        asked: Sequences = given[
-            -1
-        ]  # which holds those before, too: arguments for autograd to see
+        # `asked` holds those before, too, which are arguments for autograd to see.
+        *_arrays, asked = given
         results = forward(asked)
         ctx.save_for_backward(*asked[:5], *results)
         ctx.rest = asked[5:]
         return results.out.to(asked.q.dtype), results.row_max + results.log_sum
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        asked, saved = Sequences(*tensors[:5], *ctx.rest), Results._make(tensors[5:])
-        wide, arrays = asked.left.dtype, (asked.q, asked.k, asked.v, asked.left, asked.left)
-        gradients = [x.new_empty(x.shape, dtype=wide) for x in arrays]
-        call, sequences, alive = _describe(asked)
-        core.backward(
-            call,
-            sequences,
-            core.Backward(
-                dout=address(dout.to(wide), alive),
-                dlse=address(dlse, alive),
-                saved=_saved(Results._make(x.contiguous() for x in saved)),
-                **{f"d{name}": x.data_ptr() for name, x in zip(_ARRAYS, gradients, strict=True)},
-            ),
+        given: tuple[Any, ...] = (dout, dlse, *ctx.saved_tensors, ctx.rest)
+        compute = _gradients if unobserved(dout, dlse) else _gradients_by_operator
+        gradients = _Once.apply(compute, *given) if torch.is_grad_enabled() else compute(*given)
+        asked = zip(gradients, ctx.needs_input_grad[:5], strict=True)
+        return *(x if wanted else None for x, wanted in asked), None
+
+
+class _Once(torch.autograd.Function):
+    """Gradients whose own derivative is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Any, *given: Any) -> tuple[Tensor, ...]:
+        return compute(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise NotImplementedError(
+            "attention_varlen: cpu gives first derivatives only; implementation='dense' gives all"
         )
-        del alive
-        given = []
-        for name, x, gradient in zip(_ARRAYS, asked[:5], gradients, strict=True):
-            if x is not None and name in ("left", "right"):  # an infinite slope hides its side
-                gradient = gradient.masked_fill(x == torch.inf, 0.0)
-            given.append(None if x is None else gradient.to(x.dtype))
-        return *given, None
 
 
-_ARRAYS = Sequences._fields[:5]
+def _gradients(dout: Tensor, dlse: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """Those of q, k, v, left and right."""
+    *tensors, rest = given
+    asked = Sequences(*tensors[:5], *rest)
+    saved = Results._make(x.contiguous() for x in tensors[5:])  # alive as long as the call
+    wide, arrays = asked.left.dtype, [asked.q, asked.k, asked.v]
+    computed = [x.new_empty(x.shape, dtype=wide) for x in arrays]
+    # Where slopes ask for none, blocks may be computed in fewer digits.
+    asks = any(x is not None and x.requires_grad for x in tensors[3:5])
+    sides = [torch.empty_like(asked.left) for _ in range(2 if asks else 0)]
+    call, sequences, alive = _describe(asked)
+    core.backward(
+        call,
+        sequences,
+        core.Backward(
+            dout=address(dout.resolve_neg().to(wide), alive),
+            dlse=address(dlse.resolve_neg(), alive),
+            saved=_saved(saved),
+            **{f"d{name}": x.data_ptr() for name, x in zip("qkv", computed, strict=True)},
+            **{
+                f"d{name}": x.data_ptr() for name, x in zip(("left", "right"), sides, strict=False)
+            },
+        ),
+    )
+    del alive
+    for side, slope in zip(sides, (asked.left, asked.right), strict=False):
+        if slope is not None:  # an infinite one hides its side, and has no gradient
+            side.masked_fill_(slope == torch.inf, 0.0)
+    of_slopes = sides or [asked.left.new_empty(0)] * 2
+    return *(d.to(x.dtype) for x, d in zip(arrays, computed, strict=True)), *of_slopes
+
+
+def _gradients_by_operator(dout: Tensor, dlse: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """As `_gradients`, where somebody looks on: forward runs once more."""
+    *tensors, rest = given
+    asked = Sequences(*tensors[:5], *rest)
+    assert asked.key_offsets is not None, "pages have no gradients"
+    call = Packed(
+        *asked[:5],
+        positions=None,
+        query_positions=None,
+        cu_seqlens_q=asked.query_offsets,
+        cu_seqlens_k=asked.key_offsets,
+        seed=asked.seed,
+        key_range=asked.key_range,
+        query_start=asked.query_start,
+        query_range=asked.query_range,
+        causal=asked.right is None,
+        scale=asked.scale,
+        dropout=asked.dropout,
+        tolerance=asked.tolerance,
+        implementation=cpu.NAME,
+    )
+    computed = torch.ops.linbias.varlen_backward(dout.contiguous(), dlse.contiguous(), *call)
+    return tuple(computed[:5])
 
 
 def _saved(results: Results) -> "core.Forward":
@@ -240,7 +299,7 @@ def _describe(asked: Sequences) -> tuple["core.Call", "core.Sequences", list[Ten
     alive: list[Tensor] = []
 
     def numbers(x: Tensor | None, dtype: torch.dtype = torch.int64) -> int:
-        return address(x if x is None else x.to(dtype), alive)
+        return address(x if x is None else x.to("cpu", dtype), alive)
 
     pages: dict[str, Any] = {}
     if table is not None:

@@ -146,16 +146,15 @@ def write_pages(
     arrays = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, "slots": slots}
     _check_arrays(function, **arrays, page_norms=page_norms)
     num_pages, page_size = k_pages.shape[:2]
-    slots = slots.long()
-    if (known := known_values(slots)) is not None and known.size:
-        if known.max() >= num_pages * page_size:
-            raise ValueError(
-                f"{function}: slots must be below {num_pages * page_size}, the rows of all pages,"
-                f" got {known.max()}"
-            )
-        if known.min() < 0:
-            written = slots >= 0
-            slots, k, v = slots[written], k[written], v[written]
+    slots, known = slots.long(), known_values(slots)
+    if known is not None and known.max(initial=-1) >= num_pages * page_size:
+        raise ValueError(
+            f"{function}: slots must be below {num_pages * page_size}, the rows of all pages,"
+            f" got {known.max()}"
+        )
+    if known is None or known.min(initial=0) < 0:
+        written = slots >= 0
+        slots, k, v = slots[written], k[written], v[written]
     page, row = slots // page_size, slots % page_size
     k_pages[page, row], v_pages[page, row] = k, v
     if page_norms is None:
@@ -201,7 +200,7 @@ def check(
         )
     if torch.is_grad_enabled():
         arrays = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "slopes": slopes}
-        for name, x in arrays.items():
+        for name, x in (*arrays.items(), ("right_slopes", options.get("right_slopes"))):
             if isinstance(x, Tensor) and x.requires_grad:
                 raise NotImplementedError(
                     f"{function}: {name} must not require a gradient, which caches in pages do not"
@@ -264,18 +263,18 @@ def _check_described(function: str, arrays: dict[str, Described]) -> None:
         _request.check_array(function, name, array, rule, known, device)
         if rule.holds == "floats" and name != "page_norms" and array.dtype != first.dtype:
             raise TypeError(f"{function}: {name} is {array.dtype} but {like} is {first.dtype}")
-    if sizes.get("page_size") == 0:
-        raise ValueError(f"{function}: pages must have at least 1 row, got k_pages of 0")
 
 
 def check_table(function: str, table: Tensor, seq_lens: Tensor, k_pages: Tensor) -> None:
     """Lengths fit the table, and what it says of them is a page; where its values are known."""
+    num_pages, page_size = k_pages.shape[:2]
+    if page_size == 0:
+        raise ValueError(f"{function}: pages must have at least 1 row, got pages of 0")
     if not (table.is_cpu and seq_lens.is_cpu and unobserved(table, seq_lens)):
         return
-    lengths, pages = seq_lens.numpy(), table.numpy()
-    num_pages, page_size = k_pages.shape[:2]
+    lengths, pages = seq_lens.numpy().astype(np.int64), table.numpy()
     most = pages.shape[1] * page_size
-    longest = lengths.max(initial=0)
+    longest = int(lengths.max(initial=0))
     for b in np.flatnonzero((lengths < 0) | (lengths > most))[:1]:
         raise ValueError(
             f"{function}: seq_lens must be in [0, {most}], the rows of the {pages.shape[1]} pages"

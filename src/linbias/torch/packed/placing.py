@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linbias import _request
-from linbias._request import Rule, axes, seen
+from linbias._request import Rule, axes, checks, seen
 from linbias.torch.call import describe, last_end
 from linbias.torch.packed.sequences import Packed
 
@@ -18,6 +18,10 @@ class Placed(NamedTuple):
     lengths_k: Tensor  # [B]
     key_range: Tensor | None = None  # [B, G, 2]; None: all keys
     query_start: Tensor | None = None  # [B]; None: the last query stands at the last key
+
+    def copy(self) -> "Placed":
+        key_range, start = (x if x is None else x.clone() for x in self[2:])
+        return Placed(self.offsets.clone(), self.lengths_k, key_range, start)
 
     def starts(self) -> Tensor:
         """[B]: the key at which query 0 of each sequence stands."""
@@ -35,18 +39,22 @@ class Placed(NamedTuple):
 _RANGES = Rule(axes("total_q 2"), "integers")
 
 
-def offsets(function: str, name: str, given: Any, total: int) -> Tensor:
-    """Checked offsets, int64 on the CPU: from 0 to total, and they do not fall."""
+def offsets(function: str, name: str, given: Any, total: int | None) -> Tensor:
+    """Checked offsets, int64 on the CPU: from 0 to total, None for any, and they do not fall."""
     described = describe(name, given, function)
     if not described.dtype.startswith(("int", "uint")) or len(described.shape) != 1:
         raise ValueError(
             f"{function}: {name} must be a row of integers, got {described.dtype} {described}"
         )
     starts: list[int] = given.tolist()
-    if not starts or starts[0] != 0 or starts[-1] != total or starts != sorted(starts):
-        raise ValueError(
-            f"{function}: {name} must start at 0, never fall and end at {total}, got {starts}"
+    end = starts[-1] if starts and total is None else total
+    if not starts or starts[0] != 0 or starts[-1] != end or starts != sorted(starts):
+        rule = (
+            "start at 0 and never fall"
+            if total is None
+            else f"start at 0, never fall and end at {total}"
         )
+        raise ValueError(f"{function}: {name} must {rule}, got {starts}")
     return given.cpu().long()
 
 
@@ -58,9 +66,16 @@ def ends(lengths: Tensor) -> Tensor:
 def place(function: str, call: Packed, offsets: Tensor, lengths_k: Tensor) -> Placed:
     """Check what a call says of each sequence by itself."""
     B, G = len(lengths_k), call.k.shape[-2]
+    H = call.q.shape[1]
     for name, slopes in (("slopes", call.left), ("right_slopes", call.right)):
-        if slopes is not None and slopes.dim() == 2 and len(slopes) != B:
+        if slopes is None or slopes.shape in ((H,), (B, H)):
+            continue
+        if slopes.dim() == 2 and len(slopes) != B:
             raise ValueError(f"{function}: {name} has {len(slopes)} rows for {B} sequences")
+        rule = _request.RULES["slopes"]
+        _request.check_array(
+            function, name, describe(name, slopes, function), rule, {"B": B, "H": H}
+        )
     seen.check_window(function, call.window, call.causal)
     if call.query_range is not None:
         _check_ranges(function, call.query_range, offsets.diff(), lengths_k)
@@ -83,7 +98,10 @@ def place(function: str, call: Packed, offsets: Tensor, lengths_k: Tensor) -> Pl
         ranges = ranges.expand(B, G, 2)
         if start is None:
             start = last_end(ranges) - offsets.diff()
-    return Placed(offsets, lengths_k, ranges, start if start is None else start.cpu())
+    if start is not None:
+        start = start.cpu()
+        checks.check_query_start_values(function, start.detach().numpy())
+    return Placed(offsets, lengths_k, ranges, start)
 
 
 def _check_ranges(function: str, ranges: Tensor, lengths_q: Tensor, lengths_k: Tensor) -> None:
