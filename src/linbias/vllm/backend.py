@@ -1,0 +1,124 @@
+"""The attention of vLLM 0.32 on CPUs, with linear biases near to far: all that touches it.
+
+The engine keeps keys and values of a layer in pages, [num_pages, G, page_size, 2 D] numbers. Its
+own kernels order them within a page as their instructions like it; ours keeps plain rows, the keys
+before the values. A layer is therefore ours altogether, or the engine's.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+)
+
+from linbias.torch import attention_paged, write_pages
+
+_logger = init_logger("vllm.linbias")
+
+
+class Backend(CPUAttentionBackend):
+    """The engine's own, whose layers may be ours."""
+
+    @staticmethod
+    def get_impl_cls() -> type["Layer"]:
+        return Layer
+
+
+class Layer(CPUAttentionBackendImpl):
+    """The attention of a layer: ours where it has linear biases, else the engine's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reason = self._why_not()
+        self.near_to_far = reason is None
+        if reason is None:
+            _logger.info_once("linbias: layers with linear biases attend near to far")
+        else:
+            _logger.info_once("linbias: layers keep vLLM's own attention: %s", reason)
+        # The norm of the longest key of each page, [num_pages, G]. Pages that something else than
+        # a layer writes to, or copies, would have none: then each call looks at all its keys.
+        config = get_current_vllm_config()
+        self.keeps_norms = config.kv_transfer_config is None and not config.model_config.is_hybrid
+        self.norms: Tensor | None = None
+
+    def _why_not(self) -> str | None:
+        if self.alibi_slopes is None:
+            return "they have no linear biases"
+        if self.attn_type != AttentionType.DECODER:
+            return f"linbias has no pages for attention of type {self.attn_type!r}"
+        if self.logits_soft_cap:
+            return "linbias has no soft cap of scores"
+        if self.is_fp8_kv_cache:
+            return f"linbias has no cache of {self.kv_cache_dtype}"
+        if self.sinks is not None:
+            return "linbias has no sinks"
+        if self.kv_sharing_target_layer_name is not None:
+            return "they read the cache of another layer"
+        return None
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write new keys and values [tokens, G, D]; slots of padding are negative."""
+        if not self.near_to_far:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        k_pages, v_pages = _pages(kv_cache)
+        num_pages, _, num_key_heads, _ = k_pages.shape
+        if self.keeps_norms and (self.norms is None or len(self.norms) != num_pages):
+            self.norms = torch.zeros(num_pages, num_key_heads)
+        written = slice(len(slot_mapping))
+        write_pages(key[written], value[written], k_pages, v_pages, slot_mapping, self.norms)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Fill output [tokens, H, D]; rows behind the actual tokens are padding."""
+        asked = attn_metadata
+        if not self.near_to_far or asked is None:  # None: the engine warms up
+            scales = output_scale, output_block_scale
+            return super().forward(layer, query, key, value, kv_cache, asked, output, *scales)
+        if asked.causal is not True or asked.dynamic_causal is not None:
+            raise NotImplementedError(
+                "linbias: a layer with linear biases must be causal in vLLM, got a call that is not;"
+                " LINBIAS_VLLM=0 gives it to the engine's own attention"
+            )
+        k_pages, v_pages = _pages(kv_cache)
+        output[: asked.num_actual_tokens] = attention_paged(
+            query[: asked.num_actual_tokens],
+            k_pages,
+            v_pages,
+            asked.block_table,
+            asked.seq_lens,
+            self.alibi_slopes,
+            cu_seqlens_q=asked.query_start_loc,
+            page_norms=self.norms,
+            scale=self.scale,
+            # The engine counts a query's own key as well.
+            window=None if self.sliding_window == -1 else (self.sliding_window - 1, 0),
+        )
+        return output
+
+
+def _pages(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of the engine's pages as keys and values, [num_pages, page_size, G, D]."""
+    num_pages, num_key_heads, page_size, both = kv_cache.shape
+    rows = kv_cache.view(num_pages, num_key_heads, 2, page_size, both // 2)
+    keys, values = rows.transpose(1, 3).unbind(2)
+    return keys, values
