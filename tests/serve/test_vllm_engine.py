@@ -3,17 +3,18 @@
 `make serve` runs this where vLLM is installed.
 """
 
-import logging
+import ast
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-
-vllm = pytest.importorskip("vllm", reason="needs vLLM: make serve", exc_type=ModuleNotFoundError)
-
 import torch
+
 from vllm_engine import (
     PROMPTS,
-    VOCABULARY,
+    Answer,
     as_answer,
     ask,
     by_transformers,
@@ -23,12 +24,14 @@ from vllm_engine import (
     save_model,
 )
 
+vllm = pytest.importorskip("vllm", reason="needs vLLM: make serve")
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.filterwarnings("ignore"),  # those of the engine
 ]
 TEXTS = [random_tokens(length, seed) for seed, length in enumerate(PROMPTS)]
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 4}
+NGRAMS |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,6 +39,7 @@ def one_process():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two ranks on one memory
         patch.setenv("HF_HUB_OFFLINE", "1")
         yield
 
@@ -59,10 +63,10 @@ def layers_of(llm):
     return {name: getattr(layer.impl, "near_to_far", None) for name, layer in context.items()}
 
 
-def check(folder, answers, greedy=True):
-    """Hold answers against Transformers' eager model, in float32."""
+def check(folder, answers, greedy=True, attention="eager"):
+    """Hold answers against Transformers' model, in float32."""
     for answer in answers:
-        expected = by_transformers(folder, answer)
+        expected = by_transformers(folder, answer, attention)
         if greedy:
             assert answer.tokens == expected.tokens
         torch.testing.assert_close(
@@ -110,33 +114,69 @@ def test_others_go_on_after_a_request_is_aborted(bloom, folders):
         check(folders["bloom"], [as_answer(text, outputs[name].outputs[0])])
 
 
-def test_drafts_of_ngrams_change_no_token(folders):
-    llm = engine(folders["bloom"], speculative_config=NGRAMS, disable_log_stats=False)
-    texts = [random_tokens(9, seed) * 12 for seed in range(3)]
-    check(folders["bloom"], ask(llm, texts, tokens=96))
-    counted = {x.name: getattr(x, "value", 0) for x in llm.get_metrics()}
-    drafted = counted["vllm:spec_decode_num_draft_tokens"]
-    accepted = counted["vllm:spec_decode_num_accepted_tokens"]
-    assert 0 < accepted < drafted
-
-
 def test_mpt_which_the_engine_lacks_answers_as_transformers(folders):
     llm = engine(folders["mpt"])
     assert all(layers_of(llm).values())
     check(folders["mpt"], ask(llm, TEXTS, tokens=96))
 
 
-def test_falcon_answers_as_the_definition_where_transformers_rounds_its_bias(folders):
+def test_falcon_answers_as_the_definition_which_that_of_transformers_is_not(folders):
+    """Transformers rounds Falcon's bias to bfloat16, and its eager attention adds it twice."""
     llm = engine(folders["falcon"])
     assert all(layers_of(llm).values())
     answers = ask(llm, TEXTS, tokens=96)
-    rounded = by_transformers(folders["falcon"], answers[0])
-    assert (rounded.log_probabilities - answers[0].log_probabilities).abs().max() > 1e-3
+    for attention, differ in (("eager", 0.1), ("sdpa", 1e-3)):
+        said = by_transformers(folders["falcon"], answers[0], attention).log_probabilities
+        assert (said - answers[0].log_probabilities).abs().max() > differ
     with exact_falcon():
-        check(folders["falcon"], answers)
+        check(folders["falcon"], answers, attention="sdpa")
 
 
 def test_a_model_without_linear_biases_keeps_the_attention_of_the_engine(folders):
     llm = engine(folders["neox"])
     assert not any(layers_of(llm).values())
     check(folders["neox"], ask(llm, TEXTS))
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_two_ranks_answer_as_one(folders, family):
+    llm = engine(folders[family], tensor_parallel_size=2)
+    check(folders[family], ask(llm, TEXTS, tokens=96))
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import linbias.vllm
+linbias.vllm.MADE_FOR = sys.argv[2]
+from vllm_engine import PROMPTS, ask, engine, random_tokens
+llm = engine(Path(sys.argv[1]))
+context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+print([type(layer.impl).__module__ for layer in context.values()])
+texts = [random_tokens(length, seed) for seed, length in enumerate(PROMPTS)]
+print([answer.tokens for answer in ask(llm, texts)])
+"""
+
+
+@pytest.mark.parametrize(("switch", "version"), [("0", "0.32"), ("1", "0.31")])
+def test_the_attention_of_the_engine_stays_where_it_is_asked_or_unknown(folders, switch, version):
+    command = [sys.executable, "-c", SCRIPT, str(folders["bloom"]), version]
+    path = {"PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, **path, "LINBIAS_VLLM": switch}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    said = done.stdout + done.stderr
+    assert said.count("linbias: vLLM keeps its own attention") == (version == "0.31")
+    layers, tokens = (ast.literal_eval(x) for x in done.stdout.splitlines() if x.startswith("["))
+    assert set(layers) == {"vllm.v1.attention.backends.cpu_attn"}
+    for text, answer in zip(TEXTS, tokens, strict=True):
+        assert by_transformers(folders["bloom"], Answer(text, answer)).tokens == answer
+
+
+# The engine compiles what finds its drafts, and cannot start again in that process.
+def test_drafts_of_ngrams_change_no_token(folders):
+    llm = engine(folders["bloom"], speculative_config=NGRAMS, disable_log_stats=False)
+    check(folders["bloom"], ask(llm, TEXTS, tokens=96))
+    counted = {x.name: getattr(x, "value", 0) for x in llm.get_metrics()}
+    drafted = counted["vllm:spec_decode_num_draft_tokens"]
+    accepted = counted["vllm:spec_decode_num_accepted_tokens"]
+    assert 0 < accepted < drafted

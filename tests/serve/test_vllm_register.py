@@ -1,4 +1,4 @@
-"""When vLLM's plugin does something, and what it says where it does not; the engine is a stand-in."""
+"""When vLLM's plugin does something, and what it says where it does not, in a stand-in of vLLM."""
 
 import logging
 import multiprocessing
@@ -92,7 +92,7 @@ def test_the_processes_that_the_engine_starts_do_not_repeat_the_warning(
     engine, caplog, monkeypatch
 ):
     engine.vllm.__version__ = "0.33.0"
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "the engine")
     plugin.register()
     assert engine.attention == {}
     assert warnings(caplog) == []

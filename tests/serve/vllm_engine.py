@@ -24,10 +24,11 @@ import linbias
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 320, 192, 2, 6
 PROMPTS = (300, 41, 130)  # tokens: more than two of the engine's pages, less than one, and between
+_LARGE = ("query_key_value.weight", "Wqkv.weight", "attention.dense.weight", "out_proj.weight")
 
 
 def save_model(kind: str, folder: Path) -> None:
-    """Write a model whose queries and keys are large, so that far keys matter."""
+    """Write a model whose tokens depend on what its attention reads, far away too."""
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH}
     named = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
@@ -45,8 +46,8 @@ def save_model(kind: str, folder: Path) -> None:
         model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, **named, intermediate_size=384))
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if ("query_key_value" in name or "Wqkv" in name) and weight.dim() == 2:
-                weight.mul_(4)
+            if name.endswith(_LARGE):
+                weight.mul_(5)
     model.save_pretrained(folder)
 
 
@@ -67,7 +68,7 @@ def engine(folder: Path, **options: Any) -> Any:
 class Answer(NamedTuple):
     prompt: list[int]
     tokens: list[int]
-    log_probabilities: Tensor  # [tokens], of these tokens
+    log_probabilities: Tensor | None = None  # [tokens], of these tokens
 
 
 def ask(llm: Any, prompts: Sequence[list[int]], tokens: int = 32, **options: Any) -> list[Answer]:
@@ -85,7 +86,8 @@ def ask(llm: Any, prompts: Sequence[list[int]], tokens: int = 32, **options: Any
 
 
 def as_answer(prompt: list[int], output: Any) -> Answer:
-    chosen = [step[token].logprob for step, token in zip(output.logprobs, output.token_ids)]
+    steps = zip(output.token_ids, output.logprobs, strict=True)
+    chosen = [told[token].logprob for token, told in steps]
     return Answer(prompt, list(output.token_ids), torch.tensor(chosen))
 
 
@@ -95,10 +97,10 @@ class Expected(NamedTuple):
 
 
 @torch.no_grad()
-def by_transformers(folder: Path, answer: Answer, dtype: torch.dtype = torch.float32) -> Expected:
-    """What Transformers' eager model says of an answer, token by token."""
-    eager = {"attn_implementation": "eager", "dtype": dtype}
-    model = AutoModelForCausalLM.from_pretrained(folder, **eager).eval()
+def by_transformers(folder: Path, answer: Answer, attention: str = "eager") -> Expected:
+    """What Transformers' model says of an answer in float32, token by token."""
+    how = {"attn_implementation": attention, "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
     logits = model(torch.tensor([answer.prompt + answer.tokens])).logits[0]
     told = logits[len(answer.prompt) - 1 : -1].log_softmax(-1)
     chosen = told.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]

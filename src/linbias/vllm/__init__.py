@@ -61,3 +61,5 @@ def _register() -> None:
     register_backend(AttentionBackendEnum.CPU_ATTN, "linbias.vllm.backend.Backend")
     for name in ("MptForCausalLM", "MPTForCausalLM"):
         ModelRegistry.register_model(name, "linbias.vllm.mpt:MptForCausalLM")
+    if os.environ.get("LINBIAS_VLLM_GROUPS", "0") != "0":
+        ModelRegistry.register_model("BloomForCausalLM", "linbias.vllm.groups:BloomForCausalLM")

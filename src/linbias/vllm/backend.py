@@ -96,8 +96,8 @@ class Layer(CPUAttentionBackendImpl):
             return super().forward(layer, query, key, value, kv_cache, asked, output, *scales)
         if asked.causal is not True or asked.dynamic_causal is not None:
             raise NotImplementedError(
-                "linbias: a layer with linear biases must be causal in vLLM, got a call that is not;"
-                " LINBIAS_VLLM=0 gives it to the engine's own attention"
+                "linbias: a layer with linear biases must be causal in vLLM, got a call that is"
+                " not; LINBIAS_VLLM=0 gives it to the engine's own attention"
             )
         k_pages, v_pages = _pages(kv_cache)
         output[: asked.num_actual_tokens] = attention_paged(

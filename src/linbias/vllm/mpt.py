@@ -28,6 +28,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, make_layers, may
 from vllm.sequence import IntermediateTensors
 
 import linbias
+from linbias.vllm.groups import MPT, group_heads
 
 # What is not built here, and which values say that a model does without.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -165,6 +166,8 @@ class MptForCausalLM(nn.Module, SupportsQuant):
         )
         self.lm_head = head.tie_weights(self.transformer.wte)
         self.logits_processor = LogitsProcessor(config.vocab_size)
+        if not config.attn_config.clip_qkv:  # what is clipped is not linear
+            group_heads(self, vllm_config, MPT)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.transformer.embed_input_ids(input_ids)
