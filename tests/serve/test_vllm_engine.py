@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from linbias import vllm as plugin
 from vllm_engine import (
+    HEADS,
+    LAYERS,
     PROMPTS,
     Answer,
     as_answer,
@@ -46,7 +49,7 @@ def one_process():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    found = {name: tmp_path_factory.mktemp(name) for name in ("bloom", "mpt", "falcon", "neox")}
+    found = {name: tmp_path_factory.mktemp(name) for name in ("bloom", "mpt", "falcon", "gpt2")}
     for name, folder in found.items():
         save_model(name, folder)
     return found
@@ -133,9 +136,29 @@ def test_falcon_answers_as_the_definition_which_that_of_transformers_is_not(fold
 
 
 def test_a_model_without_linear_biases_keeps_the_attention_of_the_engine(folders):
-    llm = engine(folders["neox"])
+    llm = engine(folders["gpt2"])
     assert not any(layers_of(llm).values())
-    check(folders["neox"], ask(llm, TEXTS))
+    check(folders["gpt2"], ask(llm, TEXTS))
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_groups_of_heads_change_no_token_and_give_pages_back(folders, monkeypatch, family):
+    monkeypatch.setenv("LINBIAS_VLLM_GROUPS", "2")
+    plugin.register()
+    llm = engine(folders[family], max_model_len=2048)
+    assert len(layers_of(llm)) == LAYERS * HEADS // 2
+    text = random_tokens(1700, 5)
+    check(folders[family], ask(llm, [text, *TEXTS]))
+    core = llm.llm_engine
+    pool = core.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    core.add_request("0", {"prompt_token_ids": text[::-1]}, vllm.SamplingParams(max_tokens=200))
+    held = []
+    while core.has_unfinished_requests():
+        core.step()
+        held.append(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+    pages = -(-1900 // 128)
+    # The steepest group sees some 640 keys, the flattest all.
+    assert 2 * pages <= held[-2] <= 2 * pages + 640 // 128 + 2
 
 
 @pytest.mark.parametrize("family", ["bloom", "mpt"])

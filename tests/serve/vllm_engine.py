@@ -13,8 +13,8 @@ from transformers import (
     BloomForCausalLM,
     FalconConfig,
     FalconForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     MptConfig,
     MptForCausalLM,
 )
@@ -43,7 +43,7 @@ def save_model(kind: str, folder: Path) -> None:
         kinds = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
         model = FalconForCausalLM(FalconConfig(**sizes, **named, **kinds))
     else:  # no linear biases
-        model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, **named, intermediate_size=384))
+        model = GPT2LMHeadModel(GPT2Config(**sizes, **named))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(_LARGE):

@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
 )
 
-from linbias.torch import attention_paged, write_pages
+from linbias.torch.packed.step import Step
 
 _logger = init_logger("vllm.linbias")
 
@@ -63,19 +63,10 @@ class Layer(CPUAttentionBackendImpl):
             return "they read the cache of another layer"
         return None
 
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """Write new keys and values [tokens, G, D]; slots of padding are negative."""
+    def do_kv_cache_update(self, layer: Any, *arrays: Tensor) -> None:
+        """The engine's, before `forward`; ours writes there, where it knows the step."""
         if not self.near_to_far:
-            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-            return
-        k_pages, v_pages = _pages(kv_cache)
-        num_pages, _, num_key_heads, _ = k_pages.shape
-        if self.keeps_norms and (self.norms is None or len(self.norms) != num_pages):
-            self.norms = torch.zeros(num_pages, num_key_heads)
-        written = slice(len(slot_mapping))
-        write_pages(key[written], value[written], k_pages, v_pages, slot_mapping, self.norms)
+            super().do_kv_cache_update(layer, *arrays)
 
     def forward(
         self,
@@ -99,21 +90,32 @@ class Layer(CPUAttentionBackendImpl):
                 "linbias: a layer with linear biases must be causal in vLLM, got a call that is"
                 " not; LINBIAS_VLLM=0 gives it to the engine's own attention"
             )
-        k_pages, v_pages = _pages(kv_cache)
-        output[: asked.num_actual_tokens] = attention_paged(
-            query[: asked.num_actual_tokens],
-            k_pages,
-            v_pages,
-            asked.block_table,
-            asked.seq_lens,
+        tokens, pages = asked.num_actual_tokens, _pages(kv_cache)
+        num_pages, _, num_key_heads, _ = pages[0].shape
+        if self.keeps_norms and (self.norms is None or len(self.norms) != num_pages):
+            self.norms = torch.zeros(num_pages, num_key_heads)
+        step = _step(asked)
+        step.write(key[:tokens], value[:tokens], *pages, self.norms)
+        output[:tokens] = step.attention(
+            query[:tokens],
+            *pages,
             self.alibi_slopes,
-            cu_seqlens_q=asked.query_start_loc,
-            page_norms=self.norms,
+            self.norms,
             scale=self.scale,
             # The engine counts a query's own key as well.
             window=None if self.sliding_window == -1 else (self.sliding_window - 1, 0),
         )
         return output
+
+
+def _step(asked: CPUAttentionMetadata) -> Step:
+    """What all layers that get this metadata have in common, kept with it."""
+    step = getattr(asked, "near_to_far", None)
+    if step is None:
+        slots = asked.slot_mapping[: asked.num_actual_tokens]
+        step = Step(asked.block_table, asked.seq_lens, asked.query_start_loc, slots)
+        asked.near_to_far = step
+    return step
 
 
 def _pages(kv_cache: Tensor) -> tuple[Tensor, Tensor]:

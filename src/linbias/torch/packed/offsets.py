@@ -66,8 +66,10 @@ def run(
         with_lse: Otherwise lse is empty.
     """
     asked = prepare(call, placed, pages)
-    if asked is None:
-        return None
+    return None if asked is None else compute(asked, with_lse)
+
+
+def compute(asked: Sequences, with_lse: bool = True) -> tuple[Tensor, Tensor]:
     if asked.precise:
         return _Direct.apply(asked.q, asked.k, asked.v, asked.left, asked.right, asked)
     results = forward(asked)

@@ -1,7 +1,7 @@
 """Attention to caches in pages, as engines that serve models keep them."""
 
 import functools
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -145,8 +145,22 @@ def write_pages(
     function = "write_pages"
     arrays = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, "slots": slots}
     _check_arrays(function, **arrays, page_norms=page_norms)
+    write_rows(k, v, k_pages, v_pages, rows_of(function, slots, k_pages), page_norms)
+
+
+class Rows(NamedTuple):
+    """Where new tokens are written."""
+
+    page: Tensor  # [written]
+    row: Tensor  # [written], of the page
+    fresh: Tensor  # the pages that begin anew
+    written: Tensor | None  # [n], which tokens are; None: all
+
+
+def rows_of(function: str, slots: Tensor, k_pages: Tensor) -> Rows:
+    """The pages and rows of slots [n], checked where their values are known."""
     num_pages, page_size = k_pages.shape[:2]
-    slots, known = slots.long(), known_values(slots)
+    slots, known, written = slots.long(), known_values(slots), None
     if known is not None and known.max(initial=-1) >= num_pages * page_size:
         raise ValueError(
             f"{function}: slots must be below {num_pages * page_size}, the rows of all pages,"
@@ -154,13 +168,28 @@ def write_pages(
         )
     if known is None or known.min(initial=0) < 0:
         written = slots >= 0
-        slots, k, v = slots[written], k[written], v[written]
+        slots = slots[written]
     page, row = slots // page_size, slots % page_size
+    return Rows(page, row, page[row == 0], written)
+
+
+def write_rows(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Rows,
+    page_norms: Tensor | None,
+) -> None:
+    """Write keys and values [n, G, size] that fit the pages."""
+    page, row, fresh, written = rows
+    if written is not None:
+        k, v = k[written], v[written]
     k_pages[page, row], v_pages[page, row] = k, v
     if page_norms is None:
         return
     norms = norms_of(k, v, page_norms.dtype)
-    page_norms[page[row == 0]] = 0
+    page_norms[fresh] = 0
     page_norms.scatter_reduce_(0, page[:, None].expand_as(norms), norms, "amax")
 
 

@@ -1,0 +1,57 @@
+"""A step of a model in pages, checked once, computes what each layer's own call would."""
+
+import pytest
+import torch
+
+import linbias
+from linbias.torch import attention_paged, write_pages
+from linbias.torch.packed.step import Step
+
+PAGES, SIZE, G, H, D = 13, 8, 2, 6, 16
+TABLE = torch.tensor([[7, 2, 11, 0], [3, 9, 1, 5]], dtype=torch.int32)
+LENGTHS, ENDS = torch.tensor([19, 30], dtype=torch.int32), torch.tensor([0, 1, 6])
+SLOTS = torch.cat([TABLE[0, 2:3] * SIZE + 2, TABLE[1, 3:4] * SIZE + torch.arange(1, 6)])
+
+
+def layer(seed, dtype):
+    """New queries, keys and values; pages, and their norms."""
+    torch.manual_seed(seed)
+    new = [torch.randn(6, heads, D).to(dtype) for heads in (H, G, G)]
+    pages = torch.randn(2, PAGES, G, SIZE, D).transpose(2, 3).to(dtype)
+    norms = pages[0].float().norm(dim=-1).amax(1) * 1.01
+    return new, pages, norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, (4, 0)])
+def test_layers_share_what_is_checked_and_nothing_else(dtype, window):
+    step = Step(TABLE, LENGTHS, ENDS, SLOTS)
+    for seed, scale in ((0, 0.25), (1, 0.5), (2, 1.0)):
+        (q, k, v), pages, norms = layer(seed, dtype)
+        slopes = torch.tensor(linbias.slopes(H, max_bias=4.0 + seed)).float()
+        other, other_norms = pages.clone(), norms.clone()
+        write_pages(k, v, *other, SLOTS, other_norms)
+        step.write(k, v, *pages, norms)
+        assert torch.equal(pages, other)
+        assert torch.equal(norms, other_norms)
+        given = {"cu_seqlens_q": ENDS, "page_norms": norms, "scale": scale, "window": window}
+        expected = attention_paged(q, *pages, TABLE, LENGTHS, slopes, **given)
+        out = step.attention(q, *pages, slopes, norms, scale=scale, window=window)
+        assert torch.equal(out, expected)
+
+
+def test_padding_is_written_nowhere():
+    (_, k, v), pages, norms = layer(0, torch.float32)
+    before = pages.clone()
+    Step(TABLE, LENGTHS, ENDS, torch.full((6,), -1)).write(k, v, *pages, norms)
+    assert torch.equal(pages, before)
+
+
+def test_the_first_layer_of_a_shape_is_checked():
+    (q, k, v), pages, norms = layer(0, torch.float32)
+    slopes = torch.tensor(linbias.slopes(H)).float()
+    step = Step(TABLE, LENGTHS + 3, ENDS, SLOTS + PAGES * SIZE)
+    with pytest.raises(ValueError, match="write_pages: slots must be below 104"):
+        step.write(k, v, *pages, norms)
+    with pytest.raises(ValueError, match="attention_paged: seq_lens must be in"):
+        step.attention(q, *pages, slopes, norms, scale=1.0)
