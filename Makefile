@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 OUTPUT ?= output/extrapolate
 
-.PHONY: run test attack mutants check proof core-test fix bench board gpu sanitize neon macos first-hour wheels debian docs clean
+.PHONY: run test attack mutants check proof core-test fix bench board gpu sanitize neon macos first-hour serve wheels debian docs clean
 
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
@@ -101,6 +101,15 @@ macos: build/zig/bin/python  ## compile the core, its test and the modules for P
 build/zig/bin/python:
 	$(PYTHON) -m venv build/zig
 	$@ -m pip install --quiet ziglang nanobind
+
+# Its Transformers is older than ours, so it has an environment of its own. Its own Torchvision would be that for CUDA.
+serve: .venv-vllm/.serve  ## the tests of the plugin in vLLM for CPUs, in .venv-vllm (minutes, and 4 GB)
+	.venv-vllm/bin/python -m pytest -W ignore tests/serve
+
+.venv-vllm/.serve: pyproject.toml $(SOURCES)
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu --editable '.[vllm]' pytest
+	touch $@
 
 wheels:  ## build the sdist and the wheels into dist/, and check them on every Python that is here (CONTRIBUTING.md: Release)
 	$(PYTHON) release/wheels.py

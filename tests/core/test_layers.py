@@ -32,6 +32,7 @@ LAYERS = {
     "torch": {"kernels", "near_to_far"} | CORE | ANYONE,
     "compat": {"torch", "definition", "explain"} | CORE | ANYONE,
     "jax": {"kernels", "near_to_far", "_xla"} | CORE | ANYONE,
+    "vllm": {"torch", "near_to_far", "streams"} | ANYONE,
     "models": {"data", "_run", "torch", "definition", "near_to_far", "streams", "_request"}
     | ANYONE,
     "_run": ANYONE,

@@ -34,7 +34,9 @@ from linbias import cli
 MODULES = sorted(
     name
     for _, name, is_package in pkgutil.walk_packages(linbias.__path__, "linbias.")
-    if not is_package and not name.endswith("__main__")
+    if not is_package
+    and not name.endswith("__main__")
+    and (find_spec("vllm") or not name.startswith("linbias.vllm."))  # parts of that engine
 )
 
 

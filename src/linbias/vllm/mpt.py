@@ -1,4 +1,4 @@
-"""MPT, which vLLM knew up to 0.27, out of its parallel layers."""
+"""MPT, which vLLM knew until 0.28, out of its parallel layers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -27,7 +27,7 @@ from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.utils import AutoWeightsLoader, make_layers, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-import linbias
+from linbias.schedules import slopes
 from linbias.vllm.groups import MPT, group_heads
 
 # What is not built here, and which values say that a model does without.
@@ -67,13 +67,13 @@ class MptAttention(nn.Module):
         self.out_proj = RowParallelLinear(
             config.d_model, config.d_model, prefix=f"{prefix}.out_proj", **rest
         )
-        slopes = linbias.slopes(config.n_heads, "mpt", asked.alibi_bias_max)
+        steps = slopes(config.n_heads, "mpt", asked.alibi_bias_max)
         first = get_tensor_model_parallel_rank() * num_heads
         self.attn = Attention(
             num_heads,
             size,
             size**-0.5 if asked.softmax_scale is None else asked.softmax_scale,
-            alibi_slopes=slopes[first : first + num_heads].tolist(),
+            alibi_slopes=steps[first : first + num_heads].tolist(),
             cache_config=vllm_config.cache_config,
             quant_config=vllm_config.quant_config,
             prefix=f"{prefix}.attn",
