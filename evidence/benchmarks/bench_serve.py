@@ -4,10 +4,11 @@
     .venv-vllm/bin/python evidence/benchmarks/bench_serve.py --lengths 128 512 2048 8192 32768 \\
         --prompts 512 2048 8192 --answers 512 4096 16384 --repeats 9
 
-`serve-decode-*` and `serve-prefill-*`: attention alone, 16 heads of 64; both kernels read the same
-keys by the same table of pages, interleaved. `serve-answers-*`: BLOOM-560m's shape with random
-weights, in two servers on 127.0.0.1, one with LINBIAS_VLLM=0, which the engine's own client asks in
-turn; memory is the most that a server's processes ever held.
+`serve-decode-*` and `serve-prefill-*`: attention of a layer, 16 heads of 64; both kernels read the
+same keys by the same table of pages, interleaved. What a step prepares once for all layers is not
+in the times. `serve-answers-*`: BLOOM-560m's shape with random weights, in two servers on
+127.0.0.1, one with LINBIAS_VLLM=0, which the engine's own client asks in turn; memory is the most
+that a server's processes ever held.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 import linbias
 import record
-from linbias.torch import attention_paged, write_pages
+from linbias.torch.packed.step import Step
 
 H, D, PAGE = 16, 64, 128
 VLLM, OURS = "vLLM", "linbias in vLLM"
@@ -92,11 +93,11 @@ def attention_alone(B: int, T: int, S: int, dtype: str, options: argparse.Namesp
 
     both = torch.zeros(B * pages + 1, H, 2, PAGE, D, dtype=kind).transpose(1, 3).unbind(2)
     norms = torch.zeros(B * pages + 1, H)
-    write_pages(k, v, *both, slots, norms)
-    given = {"cu_seqlens_q": starts, "page_norms": norms, "scale": D**-0.5}
+    step = Step(table, lengths, starts, slots)
+    step.write(k, v, *both, norms)
 
     def by_linbias() -> torch.Tensor:
-        return attention_paged(q, *both, table, lengths, slopes, **given)
+        return step.attention(q, *both, slopes, norms, scale=D**-0.5)
 
     near = {"rtol": 0.0, "atol": 1e-5 if dtype == "float32" else 0.05}
     torch.testing.assert_close(by_linbias(), by_engine(), **near)
@@ -107,7 +108,7 @@ def attention_alone(B: int, T: int, S: int, dtype: str, options: argparse.Namesp
 
 
 def write_model(folder: Path, length: int) -> None:
-    """BLOOM-560m's shape, with words of their own for a tokenizer, so that prompts keep lengths."""
+    """BLOOM-560m's shape, with a word for each token, so that prompts keep their lengths."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 4096, "hidden_size": 1024, "n_head": 16, "n_layer": 24}
     BloomForCausalLM(BloomConfig(**sizes, seq_length=length)).bfloat16().save_pretrained(folder)
