@@ -112,9 +112,11 @@ def write_model(folder: Path, length: int) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 4096, "hidden_size": 1024, "n_head": 16, "n_layer": 24}
     BloomForCausalLM(BloomConfig(**sizes, seq_length=length)).bfloat16().save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(4096)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    # The server refuses a prompt whose tokens would be longer than the longest that there is.
+    vocabulary = {"<unknown>": 0, **{f"w{i}": i for i in range(1, 4096)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unknown>").save_pretrained(folder)
 
 
 @contextmanager
@@ -175,9 +177,13 @@ def ask(folder: Path, port: int, prompt: int, at_once: int, tokens: int) -> dict
     command += ["--host", "127.0.0.1", "--port", str(port), "--dataset-name", "random"]
     command += ["--random-input-len", str(prompt), "--random-output-len", str(tokens)]
     command += ["--num-prompts", str(2 * at_once), "--max-concurrency", str(at_once)]
-    command += ["--ignore-eos", "--disable-tqdm", "--save-result", "--result-filename", str(told)]
+    command += ["--ignore-eos", "--disable-tqdm", "--save-detailed", "--save-result"]
+    command += ["--result-filename", str(told)]
     subprocess.run(command, check=True, capture_output=True)
-    return json.loads(told.read_text())
+    said = json.loads(told.read_text())
+    if said["failed"]:
+        raise RuntimeError(f"{said['failed']} requests failed: {said.get('errors')}")
+    return said
 
 
 KEPT = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
