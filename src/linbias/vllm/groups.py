@@ -132,7 +132,8 @@ def _weights(model: nn.Module, vllm_config: VllmConfig, family: Family) -> Weigh
     read = getattr(get_model_loader(vllm_config.load_config), "get_all_weights", None)
     stored: Iterable[tuple[str, Tensor]] = read(vllm_config.model_config, model) if read else ()
     names = "|".join(re.escape(name) for name in (family.norm, family.projections))
-    pattern, found = re.compile(rf"\.?(\d+)\.((?:{names})\.(?:weight|bias))$"), defaultdict(dict)
+    pattern = re.compile(rf"(\d+)\.((?:{names})\.(?:weight|bias))$")
+    found: Weights = defaultdict(dict)
     for name, weight in stored:
         if match := pattern.search(name):
             found[int(match[1])][match[2]] = weight.double()
@@ -153,7 +154,7 @@ def _leads(weights: Weights, family: Family, num_heads: int, scale: float) -> An
         F, f = (rows * gain).unflatten(0, shape), bias.unflatten(0, shape)
         if family.by_head:
             F, f = F.transpose(0, 1), f.transpose(0, 1)
-        norm = {"radius": math.sqrt(gain.numel()), "scale": scale, "centred": True}
+        norm: Any = {"radius": math.sqrt(gain.numel()), "scale": scale, "centred": True}
         (q, k, _), f = F.numpy(), f[0].numpy()
         leads.append([largest_lead(q[h], k[h], f[h], **norm) for h in range(num_heads)])
     return np.array(leads).max(0) if leads else None

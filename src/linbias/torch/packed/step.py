@@ -68,28 +68,34 @@ class Step:
             [total_q, H, E].
         """
         block_table, seq_lens, cu_seqlens_q = self._where
+        arguments = q, k_pages, v_pages, block_table, seq_lens, slopes
         kind = window, q.shape, q.dtype, k_pages.shape, v_pages.shape
-        given = {"cu_seqlens_q": cu_seqlens_q, "page_norms": page_norms}
         if kind not in self._asked:
-            arguments = q, k_pages, v_pages, block_table, seq_lens, slopes, cu_seqlens_q
             call, placed, pages = paged.check(
-                "attention_paged", (*arguments, page_norms), "auto", {"window": window}
+                "attention_paged",
+                (*arguments, cu_seqlens_q, page_norms),
+                "auto",
+                {"window": window},
             )
             self._asked[kind] = offsets.prepare(call, placed, pages)
         asked = self._asked[kind]
         if asked is None:
-            return paged.attention_paged(
-                q,
-                k_pages,
-                v_pages,
-                block_table,
-                seq_lens,
-                slopes,
+            out = paged.attention_paged(
+                *arguments,
+                cu_seqlens_q=cu_seqlens_q,
+                page_norms=page_norms,
                 scale=scale,
                 window=window,
-                **given,
             )
-        own = {"q": q, "k": k_pages, "v": v_pages, "left": slopes.expand_as(asked.left)}
-        asked = asked._replace(**own, scale=scale, page_norms=page_norms)
+            assert isinstance(out, Tensor)
+            return out
+        asked = asked._replace(
+            q=q,
+            k=k_pages,
+            v=v_pages,
+            left=slopes.expand_as(asked.left),
+            scale=scale,
+            page_norms=page_norms,
+        )
         with without_autocast(q.device):
             return offsets.compute(asked, with_lse=False)[0]
