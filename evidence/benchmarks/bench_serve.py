@@ -120,14 +120,16 @@ def write_model(folder: Path, length: int) -> None:
 
 
 @contextmanager
-def server(folder: Path, length: int, plugin: str) -> Iterator[tuple[int, psutil.Process]]:
+def server(
+    folder: Path, length: int, dtype: str, plugin: str
+) -> Iterator[tuple[int, psutil.Process]]:
     """The engine's server for a model, its port and its process, once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(length)]
-    command += ["--dtype", "bfloat16", "--enforce-eager", "--no-enable-prefix-caching"]
+    command += ["--dtype", dtype, "--enforce-eager", "--no-enable-prefix-caching"]
     room = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment = {**room, **os.environ, "LINBIAS_VLLM": plugin}
     with (folder / f"server-{plugin}.log").open("w") as log:
@@ -194,7 +196,8 @@ def whole_answers(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_model(folder, length)
-        with server(folder, length, "0") as stock, server(folder, length, "1") as ours:
+        given = folder, length, options.answer_dtype
+        with server(*given, "0") as stock, server(*given, "1") as ours:
             servers = {VLLM: stock, OURS: ours}
             for prompt in options.answers:
                 for at_once in options.at_once:
@@ -207,7 +210,7 @@ def whole_answers(options: argparse.Namespace) -> None:
                             line |= {"peak_memory_bytes": most_memory(process)}
                             here = record.here()
                             here["versions"] |= VERSION
-                            line |= {"dtype": "bfloat16", **here}
+                            line |= {"dtype": options.answer_dtype, **here}
                             record.write(line, options.records)
                             print({key: line[key] for key in list(line)[:8]}, flush=True)
 
@@ -221,6 +224,7 @@ def main() -> None:
     parser.add_argument("--at-once", default=[1, 8], help="requests at a time", **numbers)
     parser.add_argument("--sequences", default=[1, 8], help="in a decode step", **numbers)
     parser.add_argument("--dtypes", default=["float32", "bfloat16"], nargs="*")
+    parser.add_argument("--answer-dtype", default="float32", help="of whole answers")
     parser.add_argument("--tokens", type=int, default=32, help="of a whole answer")
     parser.add_argument("--rounds", type=int, default=3, help="of whole answers")
     options = parser.parse_args()

@@ -24,11 +24,16 @@ import linbias
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 320, 192, 2, 6
 PROMPTS = (300, 41, 130)  # tokens: more than two of the engine's pages, less than one, and between
-_LARGE = ("query_key_value.weight", "Wqkv.weight", "attention.dense.weight", "out_proj.weight")
+_PROJECTIONS = "query_key_value.weight", "Wqkv.weight"
+_OUT = "attention.dense.weight", "out_proj.weight"
 
 
-def save_model(kind: str, folder: Path) -> None:
-    """Write a model whose tokens depend on what its attention reads, far away too."""
+def save_model(kind: str, folder: Path, factor: float = 12.0) -> None:
+    """Write a model whose tokens depend on what its attention reads.
+
+    With this factor on queries and keys some far keys outweigh their bias: the length of keys
+    decides what has to be read.
+    """
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH}
     named = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
@@ -46,8 +51,7 @@ def save_model(kind: str, folder: Path) -> None:
         model = GPT2LMHeadModel(GPT2Config(**sizes, **named))
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith(_LARGE):
-                weight.mul_(5)
+            weight.mul_(factor if name.endswith(_PROJECTIONS) else 5 if name.endswith(_OUT) else 1)
     model.save_pretrained(folder)
 
 
