@@ -102,13 +102,15 @@ build/zig/bin/python:
 	$(PYTHON) -m venv build/zig
 	$@ -m pip install --quiet ziglang nanobind
 
-# Its Transformers is older than ours, so it has an environment of its own. Its own Torchvision would be that for CUDA.
+# Its Transformers is older than ours, so it has an environment of its own. Pictures and sound, which text does without, must
+# match torch's build, or Transformers does not load.
 serve: .venv-vllm/.serve  ## the tests of the plugin in vLLM for CPUs, in .venv-vllm (minutes, and 4 GB)
 	.venv-vllm/bin/python -m pytest -W ignore tests/serve
 
 .venv-vllm/.serve: pyproject.toml $(SOURCES)
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu --editable '.[vllm]' pytest
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 wheels:  ## build the sdist and the wheels into dist/, and check them on every Python that is here (CONTRIBUTING.md: Release)

@@ -60,7 +60,11 @@ class Layer(CPUAttentionBackendImpl):
         if self.sinks is not None:
             return "linbias has no sinks"
         if self.kv_sharing_target_layer_name is not None:
-            return "they read the cache of another layer"
+            raise NotImplementedError(
+                "linbias: a layer with linear biases must keep its own keys in vLLM, got one that"
+                f" reads those of {self.kv_sharing_target_layer_name}; LINBIAS_VLLM=0 gives all"
+                " layers to the engine's own attention"
+            )
         return None
 
     def do_kv_cache_update(self, layer: Any, *arrays: Tensor) -> None:

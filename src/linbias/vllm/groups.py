@@ -51,10 +51,17 @@ class BloomForCausalLM(bloom.BloomForCausalLM):
 
 
 def group_heads(model: nn.Module, vllm_config: VllmConfig, family: Family) -> None:
-    """Replace the attention layers of a model that is being built, where its weights allow it."""
+    """Replace the attention layers of a model that is being built, where its weights allow it.
+
+    Raises:
+        ValueError: LINBIAS_VLLM_GROUPS is not a number.
+    """
     layers = {name: x for name, x in model.named_modules() if isinstance(x, Attention)}
     first = next(iter(layers.values()))
-    size = int(os.environ.get("LINBIAS_VLLM_GROUPS", "0"))
+    asked = os.environ.get("LINBIAS_VLLM_GROUPS", "0")
+    if not asked.isdecimal():
+        raise ValueError(f"LINBIAS_VLLM_GROUPS must be a number of heads, got {asked!r}")
+    size = int(asked)
     if size < 1 or not getattr(first.impl, "near_to_far", False):
         return
     reason = "groups need one rank"
