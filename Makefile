@@ -103,13 +103,14 @@ build/zig/bin/python:
 	$@ -m pip install --quiet ziglang nanobind
 
 # Its Transformers is older than ours, so it has an environment of its own. Pictures and sound, which text does without, must
-# match torch's build, or Transformers does not load.
+# match torch's build, or Transformers does not load. torch's build for CPUs comes from an index of PyTorch's own, which pip
+# must be told of.
 serve: .venv-vllm/.serve  ## the tests of the plugin in vLLM for CPUs, in .venv-vllm (minutes, and 4 GB)
 	.venv-vllm/bin/python -m pytest -W ignore tests/serve
 
 .venv-vllm/.serve: pyproject.toml $(SOURCES)
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu --editable '.[vllm]' pytest
+	.venv-vllm/bin/python -m pip install --quiet --editable '.[vllm]' pytest
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
