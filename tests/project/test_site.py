@@ -122,8 +122,8 @@ def num_words(page):
 
 def test_the_site_stays_small(site, pages):
     words = {name: num_words(site / name) for name in documents(pages)}
-    assert len(words) <= 26
-    assert sum(words.values()) <= 30_000, words
+    assert len(words) <= 27
+    assert sum(words.values()) <= 31_000, words
 
 
 PACKAGES = (
