@@ -45,6 +45,7 @@ class Sequences(NamedTuple):
     dropout: float = 0.0
     tolerance: float = 0.0
     precise: bool = False  # the result will be differentiated
+    few: bool = False  # no sequence has more queries than the core takes one by one
 
 
 class Pages(NamedTuple):
@@ -72,8 +73,8 @@ def run(
 def compute(asked: Sequences, with_lse: bool = True) -> tuple[Tensor, Tensor]:
     if asked.precise:
         return _Direct.apply(asked.q, asked.k, asked.v, asked.left, asked.right, asked)
-    results = forward(asked)
-    lse = results.row_max + results.log_sum if with_lse else results.row_max[:0]
+    results = forward(asked, only_out=not with_lse and asked.few)
+    lse = results.row_max + results.log_sum if with_lse else results.row_max
     return results.out.to(asked.q.dtype), lse
 
 
@@ -137,9 +138,11 @@ def prepare(call: Packed, placed: Placed, pages: Pages | None) -> Sequences | No
         dropout=problem.dropout,
         tolerance=problem.tolerance,
         precise=gradients,
+        few=int(placed.offsets.diff().max()) <= core.FEW_QUERIES,
     )
 
 
+_NOTHING = torch.empty(0, 0, 0)
 Sizes = tuple[int, int, int, torch.dtype, torch.device]
 
 
@@ -173,20 +176,22 @@ def _pose(
     return _request.check("attention", request, lse=True)
 
 
-def forward(asked: Sequences) -> Results:
+def forward(asked: Sequences, only_out: bool = False) -> Results:
     """The results of all sequences, rows before heads: out [total_q, H, E], row_max and log_sum
     [total_q, H]; the tiles in `visited` [H, tiles, 2] as csrc/include/linbias says.
+
+    With `only_out`, which few queries allow, the others are empty.
     """
     q, v, left = asked.q, asked.v, asked.left
     total, H, _ = q.shape
     narrow = q.dtype == torch.bfloat16 and not asked.precise  # written in it at once
     tiles = 2 * (total // core.TILE_ROWS + len(left))
-    results = Results(
-        out=(q if narrow else left).new_empty(total, H, v.shape[-1]),
-        row_max=left.new_empty(total, H),
-        log_sum=left.new_empty(total, H),
-        visited=torch.zeros(H, tiles, 2, dtype=torch.int32),
-    )
+    out = (q if narrow else left).new_empty(total, H, v.shape[-1])
+    if only_out:
+        results = Results(out, *[_NOTHING] * 3)
+    else:
+        rows, visited = (total, H), torch.zeros(H, tiles, 2, dtype=torch.int32)
+        results = Results(out, left.new_empty(rows), left.new_empty(rows), visited)
     call, sequences, alive = _describe(asked)
     core.forward(call, sequences, _saved(results))
     del alive
@@ -289,7 +294,7 @@ def _saved(results: Results) -> "core.Forward":
         row_max=results.row_max.data_ptr(),
         log_sum=results.log_sum.data_ptr(),
         visited=results.visited.data_ptr(),
-        visited_tiles=results.visited.shape[1],
+        visited_tiles=results.visited.shape[-2],
         narrow=results.out.dtype == torch.bfloat16,
     )
 
@@ -301,7 +306,9 @@ def _describe(asked: Sequences) -> tuple["core.Call", "core.Sequences", list[Ten
     alive: list[Tensor] = []
 
     def numbers(x: Tensor | None, dtype: torch.dtype = torch.int64) -> int:
-        return address(x if x is None else x.to("cpu", dtype), alive)
+        if x is not None and (x.dtype != dtype or not x.is_cpu):
+            x = x.to("cpu", dtype)
+        return address(x, alive)
 
     pages: dict[str, Any] = {}
     if table is not None:
