@@ -75,7 +75,8 @@ def snapshot():
 before = snapshot()
 import linbias
 for module in pkgutil.walk_packages(linbias.__path__, "linbias."):
-    if module.name != "linbias.__main__" and "triton" not in module.name:
+    apart = "triton" in module.name or ".vllm." in module.name  # a compiler, and an engine
+    if module.name != "linbias.__main__" and not apart:
         importlib.import_module(module.name)
 after = snapshot()
 caches = ("_abc_impl", "__abstractmethods__", "__annotations_cache__", "__signature__", "__doc__")
