@@ -31,6 +31,8 @@ struct Several {
       Case c = like;
       c.T = length.T, c.S = length.S;
       Inputs x = draw(c, sizeof(In) == 2);
+      for (std::vector<double>* slopes : {&x.left, &x.right})  // each has others
+        std::rotate(slopes->begin(), slopes->begin() + std::int64_t(cases.size()) % c.H, slopes->end());
       cases.push_back(c);
       truths.push_back(define(c, x));
       append_rows(x.q, c.H, c.T, c.D, rows[0]);
