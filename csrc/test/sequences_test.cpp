@@ -290,6 +290,60 @@ void test_keys_that_only_a_bound_knows_of() {
   });
 }
 
+// One page of long keys far behind short ones, along the last query alone: a bound of all pages and all queries finds
+// it.
+void test_the_longest_key_and_query_count() {
+  constexpr std::int64_t S = 3000, D = 4, kPage = 16, kPages = (S + kPage - 1) / kPage, kFar = 150;
+  std::vector<double> k(kPages * kPage * D), v(kPages * kPage), norms(kPages), out(8), row_max(8), log_sum(8);
+  std::vector<std::int32_t> table(kPages), visited(4), lengths = {S};
+  for (std::int64_t page = 0; page < kPages; ++page) table[page] = static_cast<std::int32_t>(page);
+  for (std::int64_t s = kFar * kPage; s < (kFar + 1) * kPage; ++s) k[s * D] = 1;
+  norms[kFar] = 1.001;
+  const double slope = 0.05;
+  for (const std::int64_t T : {1, 8}) {
+    std::vector<double> q(T * D);
+    q[(T - 1) * D] = 40;
+    const std::vector<std::int64_t> offsets = {0, T};
+    Call call;
+    call.dtype = DType::float64;
+    call.B = call.H = call.G = call.E = 1, call.T = T, call.S = S, call.D = D;
+    call.q = {q.data(), 0, D, D}, call.k = {k.data(), kPage * D, D, D}, call.v = {v.data(), kPage, 1, 1};
+    call.left = &slope, call.tolerance = 1e-9;
+    call.pages = table.data(), call.pages_row = call.num_pages = kPages, call.page_keys = kPage;
+    Sequences sequences{1, offsets.data(), nullptr, lengths.data(), norms.data()};
+    on_every_target([&] {
+      forward(call, sequences, {out.data(), row_max.data(), log_sum.data(), visited.data(), 2});
+      double sum = 0;
+      for (std::int64_t s = 0; s < S; ++s) sum += std::exp(40 * k[s * D] - slope * double(S - 1 - s));
+      const double lse = row_max[T - 1] + log_sum[T - 1];
+      check(std::abs(lse - std::log(sum)) < 1e-6, target(), "long keys far away are found");
+    });
+  }
+}
+
+// What `visited` tells of a call whose range of keys was narrowed is all that was read.
+void test_visited_in_a_narrower_range() {
+  constexpr std::int64_t T = 8, S = 1000, D = 4;
+  std::vector<double> q(T * D, 0.5), k(S * D, 0.5), v(S), out(T), row_max(T), log_sum(T);
+  std::vector<std::int32_t> visited(2);
+  const double slope = 0.5, bound = 1;
+  Call call;
+  call.dtype = DType::float64;
+  call.B = call.H = call.G = call.E = 1, call.T = T, call.S = S, call.D = D;
+  call.q = {q.data(), T * D, T * D, D}, call.k = {k.data(), S * D, S * D, D}, call.v = {v.data(), S, S, 1};
+  call.left = &slope, call.key_bound = &bound, call.tolerance = 1e-9;
+  on_every_target([&] {
+    std::fill(k.begin(), k.end(), 0.5);
+    const Forward results = {out.data(), row_max.data(), log_sum.data(), visited.data(), 1};
+    forward(call, results);
+    const std::int64_t first = ((S - T) / kBlockKeys - visited[0]) * kBlockKeys;
+    check(first > S / 2, target(), "the range is narrower");
+    std::fill(k.begin(), k.begin() + first * D, kNan);
+    forward(call, results);
+    check(!std::isnan(row_max[0] + log_sum[0] + out[0]), target(), "nothing before what visited tells is read");
+  });
+}
+
 }  // namespace
 
 void test_sequences() {
@@ -317,6 +371,8 @@ void test_sequences() {
   test_what_is_out_of_reach_is_not_read<double>();
   test_what_is_out_of_reach_is_not_read<Brain>();
   test_keys_that_only_a_bound_knows_of();
+  test_the_longest_key_and_query_count();
+  test_visited_in_a_narrower_range();
 }
 
 }  // namespace linbias::testing
