@@ -297,6 +297,17 @@ def packed(dtype=torch.float64):
     return q, k, v, torch.tensor([0, 4, 10])
 
 
+def test_slopes_of_any_strides_have_their_gradients():
+    q, k, v, ends = packed()
+    slopes = torch.rand(4, 2, dtype=torch.float64)
+    gradients = []
+    for given in (slopes.T, slopes.T.contiguous()):
+        leaf = given.detach().requires_grad_()
+        out = attention_varlen(q, k, v, ends, ends, leaf)
+        gradients += torch.autograd.grad(out.square().sum(), leaf)
+    assert gradients[0].any() and torch.equal(*gradients)
+
+
 def test_a_second_derivative_is_refused_by_name():
     q, k, v, ends = packed()
     out = attention_varlen(q, k, v, ends, ends)

@@ -71,6 +71,7 @@ def run(
 
 
 def compute(asked: Sequences, with_lse: bool = True) -> tuple[Tensor, Tensor]:
+    """out and lse as of `run`; differentiable where q, k, v or slopes ask for it."""
     if asked.precise:
         return _Direct.apply(asked.q, asked.k, asked.v, asked.left, asked.right, asked)
     results = forward(asked, only_out=not with_lse and asked.few)
@@ -85,8 +86,8 @@ def prepare(call: Packed, placed: Placed, pages: Pages | None) -> Sequences | No
     if call.implementation not in ("auto", cpu.NAME) or x is not None or B == 0:
         return None
     # In the operator's kernels, which draw from its seed, forward and backward take the same way.
-    seen = call.seed is None and not unobserved(q, k, v, left, right)
-    if not q.is_cpu or seen:
+    observed = call.seed is None and not unobserved(q, k, v, left, right)
+    if not q.is_cpu or observed:
         return None
     if pages is None:
         q, k, v = autocast(q, k, v)
@@ -240,7 +241,7 @@ def _gradients(dout: Tensor, dlse: Tensor, *given: Any) -> tuple[Tensor, ...]:
     computed = [x.new_empty(x.shape, dtype=wide) for x in arrays]
     # Where slopes ask for none, blocks may be computed in fewer digits.
     asks = any(x is not None and x.requires_grad for x in tensors[3:5])
-    sides = [torch.empty_like(asked.left) for _ in range(2 if asks else 0)]
+    sides = [asked.left.new_empty(asked.left.shape) for _ in range(2 if asks else 0)]
     call, sequences, alive = _describe(asked)
     core.backward(
         call,
