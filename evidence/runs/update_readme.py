@@ -188,6 +188,32 @@ def jax_table() -> str:
     return f"{table(head, ([name, *cells] for name, cells in rows.items()))}\n\n{text}"
 
 
+def serve_table() -> str:
+    """How many times faster attention is in vLLM than by the engine's own kernel."""
+    records = [r for r in newest_records("serve-") if r["H"] == 16 and "answers" not in r["case"]]
+    lengths, rows = sorted({r["S"] for r in records}), []
+    last = {(r["T"] == 1, r["B"], r["dtype"], r["S"], r["implementation"]): r for r in records}
+    kinds = dict.fromkeys(key[:3] for key in last)
+    for one, B, dtype in sorted(
+        kinds, key=lambda kind: (not kind[0], kind[1], kind[2] != "float32")
+    ):
+        words = (
+            ("one token after" if B == 1 else f"one of each of {B} after") if one else "prompt of"
+        )
+        cells = []
+        for S in lengths:
+            engine, ours = (last.get((one, B, dtype, S, n)) for n in ("vLLM", "linbias in vLLM"))
+            cells.append(f"{engine['p50_ms'] / ours['p50_ms']:.2g}" if engine and ours else "-")
+        rows.append([f"{words}, {dtype}", *cells])
+    r = records[-1]
+    text = (
+        f"Times faster, medians of {r['repeats']} in turns, {r['H']} heads of {r['D']}; vLLM"
+        f" {r['versions']['vllm']}, {r['machine']}, {r['threads']} threads, {r['date']},"
+        f" `{BENCH}/bench_serve.py`."
+    )
+    return f"{table(['keys', *(f'{n:,}' for n in lengths)], rows)}\n\n{text}"
+
+
 def experiment_figure(*, dark: bool = False) -> bytes:
     """The plot of the comparison, as an SVG file's bytes."""
     sys.path.append(str(ROOT / "docs"))
@@ -302,6 +328,7 @@ def written_parts() -> dict[tuple[str, str], str]:
         ("docs/kernels.md", "short"): short_tables(),
         ("docs/kernels.md", "around"): around_table(),
         ("docs/faq.md", "busy"): busy_table(),
+        ("docs/guides/serve-vllm.md", "serve"): serve_table(),
         ("docs/jax.md", "benchmark"): jax_table(),
         ("docs/guides/train-short.md", "extrapolation"): extrapolation_tables(),
         ("docs/guides/train-short.md", "learned steps"): learned_steps_tables(),
