@@ -98,7 +98,7 @@ class Arrays:
         self.first, self.end = np.array(spans, np.uint64).reshape(-1, 2).T
 
     def check(self, pointers, mask) -> None:
-        touched = pointers[mask].astype(np.uint64)[:, None]
+        touched = pointers[mask.astype(bool)].astype(np.uint64)[:, None]
         stray = touched[~((self.first <= touched) & (touched < self.end)).any(1)]
         if stray.size:
             raise IndexError(

@@ -16,6 +16,7 @@ from linbias.kernels.triton.certificate import LN2
 from linbias.kernels.triton.launch import Array, Call, arguments, array, options
 from linbias.kernels.triton.row_ranges import hide, hulls, read_row_ranges, within
 from linbias.kernels.triton.scores import load_block, query_tile, score_block
+from linbias.kernels.triton.sequences import find, load_keys, tiles_before, tiles_of
 from linbias.kernels.triton.sizes import Tile
 from linbias.kernels.triton.tile import (
     INF,
@@ -72,14 +73,13 @@ def row_kernel(call, saved, OUT, ROW_MAX, SHAPE: tl.constexpr):
     it.
     """
     PRECISE: tl.constexpr = call.q.at.dtype.element_ty == tl.float32
-    num_tiles = tl.cdiv(call.T, SHAPE.rows)
-    head = tl.program_id(0) // num_tiles
-    b, h = head // call.H, head % call.H
-    start = tl.program_id(0) % num_tiles * SHAPE.rows
+    place, b, h, g = my_tile(tiles_of(call, call.T, SHAPE.rows), call.B, call.H, call.G)
+    sequence, index = find(call, place, b, False, SHAPE.rows)
+    batch, row = sequence.batch, sequence.first_row + index * SHAPE.rows
     offsets = tl.arange(0, SHAPE.rows)
-    present = start + offsets < call.T
-    rows = wide(head) * call.T + start + offsets
-    DOUT, OUT_ROWS = head_of(saved.dout, b, h, start), head_of(OUT, b, h, start)
+    present = index * SHAPE.rows + offsets < sequence.T
+    rows = (wide(batch) * call.H + h) * call.T + row + offsets
+    DOUT, OUT_ROWS = head_of(saved.dout, batch, h, row), head_of(OUT, batch, h, row)
     dout = load_rows(DOUT, offsets, present, saved.dout.strides, SHAPE.E, SHAPE.padded_E, True)
     out = load_rows(OUT_ROWS, offsets, present, OUT.strides, SHAPE.E, SHAPE.padded_E, True)
     dlse = tl.load(saved.dlse + rows, mask=present, other=0.0) * LOG2E
@@ -88,9 +88,9 @@ def row_kernel(call, saved, OUT, ROW_MAX, SHAPE: tl.constexpr):
     log_sum = tl.load(saved.log_sum + rows, mask=present, other=0.0)
     pivot = tl.load(ROW_MAX + rows, mask=present, other=0.0)
     if call.query_start is not None and call.x is None:
-        first, end = read_range(call, b, h // (call.H // call.G))
-        _, gap = read_start(call, b, first, end)
-        pivot += gap_bias(gap, read_slopes(call, b, h))
+        first, end = read_range(call, sequence, g)
+        _, gap = read_start(call, sequence, first, end)
+        pivot += gap_bias(gap, read_slopes(call, sequence.b, h))
     if not PRECISE:
         pivot += log_sum
     tl.store(saved.pivot + rows, tl.where(log_sum == -INF, INF, pivot), mask=present)
@@ -107,20 +107,20 @@ class Loss(NamedTuple):
 
 
 @triton.jit
-def load_loss(call, saved, b, h, start, offsets, present, SHAPE: tl.constexpr):
-    """Of rows start + offsets of head h."""
+def load_loss(call, saved, sequence, h, start, offsets, present, SHAPE: tl.constexpr):
+    """Of rows start + offsets of head h of a sequence."""
     PRECISE: tl.constexpr = call.q.at.dtype.element_ty == tl.float32
-    head = wide(b) * call.H + h
-    DOUT = head_of(saved.dout, b, h, start)
+    row = sequence.first_row + start
+    DOUT = head_of(saved.dout, sequence.batch, h, row)
     dout = load_rows(DOUT, offsets, present, saved.dout.strides, SHAPE.E, SHAPE.padded_E, True)
-    rows = head * call.T + start + offsets
+    rows = (wide(sequence.batch) * call.H + h) * call.T + row + offsets
     delta = tl.load(saved.delta + rows, mask=present, other=0.0)
     pivot = tl.load(saved.pivot + rows, mask=present, other=float("inf"))
     log_sum = pivot
     if PRECISE:
         log_sum = tl.load(saved.log_sum + rows, mask=present, other=0.0)
         log_sum = tl.where(log_sum == -INF, 0.0, log_sum)
-    hashes = row_hash(call.dropout, head, start + offsets)
+    hashes = row_hash(call.dropout, wide(sequence.b) * call.H + h, start + offsets)
     return Loss(dout, delta, pivot, log_sum, hashes)
 
 
@@ -145,8 +145,8 @@ def score_gradient(weight, dweight, delta, row_hashes, key_hashes, dropout):
 
 @triton.jit
 def visited_keys(COUNTS, HULLS, tiles, exists, query_start, first, end, FORWARD: tl.constexpr):
-    """Where the keys begin and end that forward's tiles visited, by a head's part of VISITED and a
-    batch row's of HULLS.
+    """Where the keys begin and end that forward's tiles visited, by a sequence's part of a head of
+    VISITED and of HULLS.
     """
     position = query_start + tiles * FORWARD.rows
     low, high = near_keys(position, FORWARD.rows, first, end, FORWARD.keys)
@@ -169,11 +169,11 @@ def dq_kernel(call, saved, DQ, DSLOPES, DXQ, SHAPE: tl.constexpr, FORWARD: tl.co
     PRECISE: tl.constexpr = call.q.at.dtype.element_ty == tl.float32
     KEYS: tl.constexpr = SHAPE.keys
     tile = query_tile(call, SHAPE.rows)
-    b, h, offsets, present = tile.b, tile.h, tile.offsets, tile.present
-    rows = tile.head * call.T + tile.start
-    Q = head_of(call.q, b, h, tile.start)
+    sequence, h, offsets, present = tile.sequence, tile.h, tile.offsets, tile.present
+    rows = tile.rows
+    Q = head_of(call.q, sequence.batch, h, tile.row)
     q = load_rows(Q, offsets, present, call.q.strides, SHAPE.D, SHAPE.padded_D, True)
-    loss = load_loss(call, saved, b, h, tile.start, offsets, present, SHAPE)
+    loss = load_loss(call, saved, sequence, h, tile.start, offsets, present, SHAPE)
     dq, total = zeros(SHAPE.rows, SHAPE.padded_D), zeros(SHAPE.rows)
     total_right, share_right = total, total
     moment_left, reach_left = total, total
@@ -182,8 +182,9 @@ def dq_kernel(call, saved, DQ, DSLOPES, DXQ, SHAPE: tl.constexpr, FORWARD: tl.co
     forward_tile = tile.start // FORWARD.rows
     position = tile.query_start + forward_tile * FORWARD.rows
     low, high = near_keys(position, FORWARD.rows, tile.key_first, tile.key_end, FORWARD.keys)
-    counts = head_of(saved.visited, b, h, forward_tile)
-    for PART in tl.static_range(3):
+    before = tiles_before(call, sequence.b, sequence.first_row, FORWARD.rows)
+    counts = head_of(saved.visited, sequence.batch, h, before + forward_tile)
+    for PART in tl.static_range(2, -1, -1):  # near keys first
         if PART != RIGHT or HAS_RIGHT:
             if PART == LEFT:
                 begin, stop = low - tl.load(counts) * FORWARD.keys, low
@@ -193,8 +194,12 @@ def dq_kernel(call, saved, DQ, DSLOPES, DXQ, SHAPE: tl.constexpr, FORWARD: tl.co
                 begin, stop = low, high
             if call.query_range is not None:
                 begin, stop = within(begin, stop, tile.first, tile.end, KEYS)
+            end = stop
+            if PART == NEAR:  # at least one block, see `forward_kernel`
+                stop = tl.maximum(stop, begin + KEYS)
+                tl.assume(stop > begin)
             for start in tl.range(begin, stop, KEYS, num_stages=SHAPE.stages):
-                block = score_block(call, tile, q, start, SHAPE, PART)
+                block = score_block(call, tile, q, start, end, SHAPE, PART)
                 v = load_block(
                     call, call.v, tile, start, block.inside, SHAPE.E, SHAPE.padded_E, PART
                 )
@@ -249,17 +254,20 @@ def dq_kernel(call, saved, DQ, DSLOPES, DXQ, SHAPE: tl.constexpr, FORWARD: tl.co
         gap = 0 if call.x is not None else tile.gap
         gap_left = tl.maximum(gap, 0).to(tl.float32)
         gap_right = tl.maximum(-gap, 0).to(tl.float32)
-        to = DSLOPES + (tile.head * tl.cdiv(call.T, SHAPE.rows) + tile.index) * 2
+        head = wide(sequence.batch) * call.H + h
+        to = DSLOPES + (head * tiles_of(call, call.T, SHAPE.rows) + tile.place) * 2
         tl.store(to, -tl.sum(moment_left - error * reach_left + gap_left * dlse, 0))
         tl.store(to + 1, -tl.sum(moment_right - error * reach_right + gap_right * dlse, 0))
 
 
 @triton.jit
 def tiles_that_visited(
-    call, COUNTS, HULLS, s, query_start, first, end, FORWARD: tl.constexpr, KEYS: tl.constexpr
+    T, COUNTS, HULLS, s, query_start, first, end, FORWARD: tl.constexpr, KEYS: tl.constexpr
 ):
-    """The first and one past the last forward tile that visited any of KEYS keys from s on."""
-    num_tiles = tl.cdiv(call.T, FORWARD.rows)
+    """The first and one past the last of T rows' forward tiles that visited any of KEYS keys from
+    s on.
+    """
+    num_tiles = tl.cdiv(T, FORWARD.rows)
     lowest, highest = num_tiles, 0
     for start in range(0, num_tiles, SCAN):
         tiles = start + tl.arange(0, SCAN)
@@ -285,25 +293,26 @@ def dkv_kernel(call, saved, HULLS, DK, DV, DX, SHAPE: tl.constexpr, FORWARD: tl.
     PRECISE: tl.constexpr = call.q.at.dtype.element_ty == tl.float32
     ROWS: tl.constexpr = SHAPE.rows
     KEYS: tl.constexpr = SHAPE.keys
-    block, b, g, _ = my_tile(tl.cdiv(call.S, KEYS), call.B, call.G, call.G)
+    place, b, g, _ = my_tile(tiles_of(call, call.S, KEYS), call.B, call.G, call.G)
+    sequence, block = find(call, place, b, True, KEYS)
+    b, batch = sequence.b, sequence.batch
     part, num_parts = tl.program_id(1), tl.num_programs(1)
-    first, end = read_range(call, b, g)
-    query_start, _ = read_start(call, b, first, end)
+    first, end = read_range(call, sequence, g)
+    query_start, _ = read_start(call, sequence, first, end)
     s = block * KEYS
     columns, offsets = tl.arange(0, KEYS), tl.arange(0, ROWS)
     keys = s + columns
     inside = (keys >= first) & (keys < end)
-    K, V = head_of(call.k, b, g, s), head_of(call.v, b, g, s)
-    k = load_rows(K, columns, inside, call.k.strides, SHAPE.D, SHAPE.padded_D, True)
-    v = load_rows(V, columns, inside, call.v.strides, SHAPE.E, SHAPE.padded_E, True)
+    k = load_keys(call, call.k, sequence, g, s, columns, inside, SHAPE.D, SHAPE.padded_D, True)
+    v = load_keys(call, call.v, sequence, g, s, columns, inside, SHAPE.E, SHAPE.padded_E, True)
     key_hashes = key_hash(call.dropout, keys)[:, None]
     dk, dv = zeros(KEYS, SHAPE.padded_D), zeros(KEYS, SHAPE.padded_E)
+    before = tiles_before(call, b, sequence.first_row, FORWARD.rows)
     if RANGED:
-        HULLS += wide(b) * tl.cdiv(call.T, FORWARD.rows) * 4
+        HULLS += (wide(batch) * tiles_of(call, call.T, FORWARD.rows) + before) * 4
     group = call.H // call.G
     share = group // num_parts
     for h in range(g * group + part * share, g * group + (part + 1) * share):
-        head = wide(b) * call.H + h
         slopes = read_slopes(call, b, h)
         if PLACED:
             x = load_places(call.x, b, h, keys, inside)
@@ -311,9 +320,9 @@ def dkv_kernel(call, saved, HULLS, DK, DV, DX, SHAPE: tl.constexpr, FORWARD: tl.
             low_x = load_places(call.x, b, h, low_key, low_key <= high_key)
             high_x = load_places(call.x, b, h, high_key, low_key <= high_key)
             dx = zeros(KEYS)
-        counts = head_of(saved.visited, b, h, 0)
+        counts = head_of(saved.visited, batch, h, before)
         lowest, highest = tiles_that_visited(
-            call, counts, HULLS, s, query_start, first, end, FORWARD, KEYS
+            sequence.T, counts, HULLS, s, query_start, first, end, FORWARD, KEYS
         )
         lowest, highest = lowest * FORWARD.rows, highest * FORWARD.rows
         # Rows at the block's own positions: keys may lie on either side of them.
@@ -336,12 +345,12 @@ def dkv_kernel(call, saved, HULLS, DK, DV, DX, SHAPE: tl.constexpr, FORWARD: tl.
                         counts, HULLS, forward_tile, True, query_start, first, end, FORWARD
                     )
                     visible = inside & (keys >= low) & (keys < high)
-                    present = start + offsets < call.T
-                    Q = head_of(call.q, b, h, start)
+                    present = start + offsets < sequence.T
+                    Q = head_of(call.q, batch, h, sequence.first_row + start)
                     q = load_rows(
                         Q, offsets, present, call.q.strides, SHAPE.D, SHAPE.padded_D, True
                     )
-                    loss = load_loss(call, saved, b, h, start, offsets, present, SHAPE)
+                    loss = load_loss(call, saved, sequence, h, start, offsets, present, SHAPE)
                     product = tl.dot(k, tl.trans(q), input_precision="ieee")
                     order = (position + offsets)[None, :] - keys[:, None]
                     if PLACED:
@@ -382,7 +391,9 @@ def dkv_kernel(call, saved, HULLS, DK, DV, DX, SHAPE: tl.constexpr, FORWARD: tl.
                             product, call.scale, key_term[:, None], lead[None, :], PRECISE
                         )
                     if RANGED:
-                        row_first, row_end = read_row_ranges(call, b, start + offsets, present)
+                        row_first, row_end = read_row_ranges(
+                            call, sequence, start + offsets, present
+                        )
                         hull = HULLS + forward_tile * 4
                         if (s < tl.load(hull + 2)) | (s + KEYS > tl.load(hull + 3)):
                             score = hide(
@@ -406,9 +417,10 @@ def dkv_kernel(call, saved, HULLS, DK, DV, DX, SHAPE: tl.constexpr, FORWARD: tl.
                         pull = tl.where(order < 0, -slopes.right, slopes.left)
                         dx += tl.sum(pull * dscore, 1)
         if PLACES:
-            tl.store(DX + head * call.S + keys, dx * LN2, mask=keys < call.S)
-    to = ((wide(part) * call.B + b) * call.G + g) * call.S + s
-    exists = keys < call.S
+            to = DX + (wide(b) * call.H + h) * call.S
+            tl.store(to + keys, dx * LN2, mask=keys < call.S)
+    to = ((wide(part) * call.B + batch) * call.G + g) * call.S + sequence.first_key + s
+    exists = keys < sequence.S
     dk *= call.scale * LN2
     store_rows(DK + to * SHAPE.D, columns, exists, dk, SHAPE.D, SHAPE.padded_D)
     store_rows(DV + to * SHAPE.E, columns, exists, dv, SHAPE.E, SHAPE.padded_E)
@@ -436,12 +448,15 @@ def backward(
     dpositions: Tensor | None = None,
     dquery_positions: Tensor | None = None,
 ) -> None:
-    """Fill the gradients that are not None, contiguous and, but for dq, zeroed.
+    """Fill the gradients that are not None, contiguous.
 
     dlse: of lse in bits, contiguous. out, row_max, log_sum, visited: what `forward` filled.
     """
     B, H, G, T, S, *_ = call.lengths
     if B * H * T == 0:
+        for gradient in (dq, dk, dv, dleft, dright, dpositions, dquery_positions):
+            if gradient is not None:
+                gradient.zero_()
         return
     given, sizes = arguments(call), call.sizes
     saved = Saved(
@@ -453,10 +468,10 @@ def backward(
         visited=array(visited),
     )
     rows = Tile(64, 1, 4, 1)
-    row_kernel[B * H * triton.cdiv(T, rows.rows),](
+    row_kernel[call.places(T, rows.rows) * B * H,](
         given, saved, array(out), row_max, **options(call, rows)
     )
-    num_tiles = triton.cdiv(T, sizes.dq.rows)
+    num_tiles = call.places(T, sizes.dq.rows)
     parts = None if dleft is None else saved.delta.new_empty(B, H, num_tiles, 2)
     dq_kernel[num_tiles * B * H,](
         given,
@@ -467,7 +482,7 @@ def backward(
         FORWARD=sizes.forward,
         **options(call, sizes.dq),
     )
-    num_blocks = triton.cdiv(S, sizes.dkv.keys)
+    num_blocks = call.places(S, sizes.dkv.keys)
     if num_blocks:
         cuts = num_parts(num_blocks * B * G, H // G)
         part_dk, part_dv = (
@@ -488,4 +503,13 @@ def backward(
             dv.copy_(part_dv.sum(0))
     for side, gradient in enumerate((dleft, dright)):
         if parts is not None and gradient is not None:
-            gradient.copy_(parts[..., side].sum(-1, dtype=torch.float64))
+            gradient.copy_(_of_sequences(call, parts[..., side].double()))
+
+
+def _of_sequences(call: Call, parts: Tensor) -> Tensor:
+    """[B or sequences, H]: sums of what tiles of dq's rows gave, [B, H, places]."""
+    if call.sequences is None:
+        return parts.sum(-1)
+    offsets = call.sequences.query_offsets.long()
+    places = offsets // call.sizes.dq.rows + torch.arange(len(offsets), device=offsets.device)
+    return torch.segment_reduce(parts[0].T.contiguous(), "sum", lengths=places.diff())

@@ -16,6 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from linbias.kernels.triton.launch import Call, arguments, options
+from linbias.kernels.triton.sequences import (
+    find,
+    load_keys,
+    norms_of_pages,
+    read_sequence,
+    tiles_before,
+    tiles_of,
+)
 from linbias.kernels.triton.sizes import FUSION, Tile
 from linbias.kernels.triton.tile import (
     INF,
@@ -25,7 +33,6 @@ from linbias.kernels.triton.tile import (
     clamp,
     head_of,
     load_places,
-    load_rows,
     read_range,
     read_slopes,
     wide,
@@ -55,51 +62,67 @@ def norm(rows, D: tl.constexpr):
 
 
 class Certificate(NamedTuple):
-    """What forward asks of the keys that a tile has not visited yet."""
+    """What forward asks of the keys that a tile has not visited yet; without arrays: nothing."""
 
-    center: Tensor  # [B, G, D], float32
+    center: Tensor | None = None  # [B or sequences, G, D], float32
     # [2, B, G, blocks], float32: the largest |k - c| from a block outwards, to the left and to the
     # right
-    reach: Tensor
-    tails: Tensor | None  # see `tails`; None where keys stand at their indices
-    num_blocks: int
-    log_share: float
-    slack: float
+    reach: Tensor | None = None
+    tails: Tensor | None = None  # see `tails`; None where keys stand at their indices
+    num_blocks: int = 0
+    log_share: float = 0.0
+    slack: float = 0.0
 
 
 @triton.jit
 def measure_kernel(call, CENTER, RADIUS, slack, SHAPE: tl.constexpr):
-    """Fill CENTER [B, G, D] and RADIUS [B, G, blocks]; grid B * G * groups of BLOCKS blocks."""
+    """Fill CENTER [B, G, D] and RADIUS [B, G, blocks]; grid B * G * groups of BLOCKS blocks.
+
+    Where pages have norms the center is 0, and no key is read.
+    """
     KEYS: tl.constexpr = SHAPE.keys
-    num_blocks = tl.cdiv(call.S, KEYS)
-    num_groups = tl.cdiv(num_blocks, BLOCKS)
-    head, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
-    b, g = head // call.G, head % call.G
-    first, end = read_range(call, b, g)
+    NORMS: tl.constexpr = call.sequences.page_norms is not None
+    num_groups = tiles_of(call, call.S, BLOCKS * KEYS)
+    head, place = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
+    sequence, group = find(call, place, head // call.G, True, BLOCKS * KEYS)
+    g = head % call.G
+    first, end = read_range(call, sequence, g)
     num_keys = end - first
-    sample = first + tl.arange(0, SAMPLE).to(tl.int64) * num_keys // SAMPLE
-    some = tl.arange(0, SAMPLE) * 0 < num_keys
-    K = head_of(call.k, b, g, 0)
-    center = load_rows(K, sample, some, call.k.strides, SHAPE.D, SHAPE.padded_D, True)
-    center = tl.sum(center.to(tl.float32), 0) * (1.0 / SAMPLE)
+    center = zeros(SHAPE.padded_D)
+    if not NORMS:
+        sample = first + tl.arange(0, SAMPLE).to(tl.int64) * num_keys // SAMPLE
+        some = tl.arange(0, SAMPLE) * 0 < num_keys
+        center = load_keys(
+            call, call.k, sequence, g, 0, sample, some, SHAPE.D, SHAPE.padded_D, True
+        )
+        center = tl.sum(center.to(tl.float32), 0) * (1.0 / SAMPLE)
     entries = tl.arange(0, SHAPE.padded_D)
     if group == 0:
-        tl.store(CENTER + wide(head) * SHAPE.D + entries, center, mask=entries < SHAPE.D)
+        to = CENTER + (wide(sequence.b) * call.G + g) * SHAPE.D
+        tl.store(to + entries, center, mask=entries < SHAPE.D)
+    to = RADIUS + wide(head) * tiles_of(call, call.S, KEYS)
+    to += tiles_before(call, sequence.b, sequence.first_key, KEYS)
     for i in range(BLOCKS):
         block = group * BLOCKS + i
-        offsets = tl.arange(0, KEYS)
-        keys = block * KEYS + offsets
+        start, offsets = wide(block) * KEYS, tl.arange(0, KEYS)
+        keys = start + offsets
         inside = (keys >= first) & (keys < end)
-        K = head_of(call.k, b, g, wide(block) * KEYS)
-        V = head_of(call.v, b, g, wide(block) * KEYS)
-        k = load_rows(K, offsets, inside, call.k.strides, SHAPE.D, SHAPE.padded_D, True)
-        v = load_rows(V, offsets, inside, call.v.strides, SHAPE.E, SHAPE.padded_E, True)
-        difference = k.to(tl.float32) - center[None, :]
-        square = tl.sum(difference * difference, 1) + tl.sum(v.to(tl.float32) * 0.0, 1)
-        square += SHAPE.D * UNDERFLOW
-        square = tl.where(inside, tl.where(square < INF, square, INF), 0.0)
-        radius = tl.sqrt(tl.max(square, 0)) * (1 + slack)
-        tl.store(RADIUS + wide(head) * num_blocks + block, radius, mask=block < num_blocks)
+        if NORMS:
+            away = norms_of_pages(call, sequence, g, keys, inside)
+            away = tl.where(away < INF, away, INF)
+        else:
+            k = load_keys(
+                call, call.k, sequence, g, start, offsets, inside, SHAPE.D, SHAPE.padded_D, True
+            )
+            v = load_keys(
+                call, call.v, sequence, g, start, offsets, inside, SHAPE.E, SHAPE.padded_E, True
+            )
+            difference = k.to(tl.float32) - center[None, :]
+            square = tl.sum(difference * difference, 1) + tl.sum(v.to(tl.float32) * 0.0, 1)
+            square += SHAPE.D * UNDERFLOW
+            away = tl.sqrt(tl.where(square < INF, square, INF))
+        radius = tl.max(tl.where(inside, away, 0.0), 0) * (1 + slack)
+        tl.store(to + block, radius, mask=block * KEYS < sequence.S)
 
 
 @triton.jit
@@ -108,13 +131,17 @@ def larger(a, b):
 
 
 @triton.jit
-def outwards_kernel(RADIUS, REACH, num_blocks, CHUNK: tl.constexpr):
-    """REACH [2, heads, blocks]: the largest RADIUS [heads, blocks] up to a block, and from it on;
-    grid (heads, 2).
+def outwards_kernel(call, RADIUS, REACH, KEYS: tl.constexpr, CHUNK: tl.constexpr):
+    """REACH [2, B, G, blocks]: the largest RADIUS [B, G, blocks] of a sequence up to a block, and
+    from it on; grid (sequences * G, 2).
     """
-    side = tl.program_id(1)
-    RADIUS += wide(tl.program_id(0)) * num_blocks
-    REACH += (wide(side) * tl.num_programs(0) + tl.program_id(0)) * num_blocks
+    side, all_blocks = tl.program_id(1), tiles_of(call, call.S, KEYS)
+    sequence = read_sequence(call, tl.program_id(0) // call.G)
+    head = wide(sequence.batch) * call.G + tl.program_id(0) % call.G
+    before = tiles_before(call, sequence.b, sequence.first_key, KEYS)
+    RADIUS += head * all_blocks + before
+    REACH += (wide(side) * call.B * call.G + head) * all_blocks + before
+    num_blocks = tl.cdiv(sequence.S, KEYS)
     largest = 0.0
     for start in range(0, num_blocks, CHUNK):
         step = start + tl.arange(0, CHUNK)
@@ -218,7 +245,7 @@ def placed_trip_count(
     slack = certificate.slack
     TAILS = certificate.tails
     TAILS += (SIDE * wide(call.B) * call.H + tile.head) * certificate.num_blocks
-    X, stride = head_of(call.x, tile.b, tile.h, 0), call.x.strides[2]
+    X, stride = head_of(call.x, tile.sequence.b, tile.h, 0), call.x.strides[2]
     here = tl.minimum(tl.maximum(nearest, 0), call.S - 1)
     x = tl.load(X + wide(here) * stride)
     needed = tl.max(most_needed(excess, slope, tile.xq, x, present, slack, SIDE), 0)
@@ -259,7 +286,7 @@ def blocks_kernel(call, SUMS, KEYS: tl.constexpr):
     head, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
     num_heads = tl.num_programs(0) // num_groups
     b, h = head // call.H, head % call.H
-    first, end = read_range(call, b, h // (call.H // call.G))
+    first, end = read_range(call, read_sequence(call, b), h // (call.H // call.G))
     slopes = read_slopes(call, b, h)
     for i in range(BLOCKS):
         block = group * BLOCKS + i
@@ -290,7 +317,7 @@ def tails_kernel(call, SUMS, TAILS, KEYS: tl.constexpr, CHUNK: tl.constexpr):
     num_blocks = tl.cdiv(call.S, KEYS)
     head, side = tl.program_id(0), tl.program_id(1)
     b, h = head // call.H, head % call.H
-    first, end = read_range(call, b, h // (call.H // call.G))
+    first, end = read_range(call, read_sequence(call, b), h // (call.H // call.G))
     slopes = read_slopes(call, b, h)
     slope = tl.where(side == LEFT, slopes.left, slopes.right)
     SUMS += (wide(side) * tl.num_programs(0) + head) * num_blocks
@@ -317,10 +344,6 @@ def tails_kernel(call, SUMS, TAILS, KEYS: tl.constexpr, CHUNK: tl.constexpr):
         tail = tl.max(tl.where(steps == start + CHUNK - 1, found, -INF), 0)
 
 
-def num_groups(num_blocks: int) -> int:
-    return triton.cdiv(num_blocks, BLOCKS.value)
-
-
 def tails(call: Call, keys: int) -> Tensor:
     """What all keys from a block of `keys` keys outwards weigh, in bits: [2, B, H, blocks]."""
     B, H, _, _, S, *_ = call.lengths
@@ -328,7 +351,7 @@ def tails(call: Call, keys: int) -> Tensor:
     sums = torch.empty(2, B, H, num_blocks, dtype=torch.float32, device=call.k.device)
     found = torch.empty_like(sums)
     given, options = arguments(call), {"KEYS": keys, **FUSION}
-    blocks_kernel[B * H * num_groups(num_blocks),](given, sums, **options)
+    blocks_kernel[B * H * triton.cdiv(num_blocks, BLOCKS.value),](given, sums, **options)
     chunk = min(CHUNK, triton.next_power_of_2(num_blocks))
     tails_kernel[B * H, 2](given, sums, found, CHUNK=chunk, **options)
     return found
@@ -337,14 +360,15 @@ def tails(call: Call, keys: int) -> Tensor:
 def certificate_of(call: Call, tile: Tile) -> Certificate:
     """Measure all blocks of a tile's keys."""
     B, _, G, _, S, D, _ = call.lengths
-    num_blocks, slack = triton.cdiv(S, tile.keys), slack_of(D)
-    center = torch.empty(B, G, D, dtype=torch.float32, device=call.k.device)
-    radius = torch.empty(B, G, num_blocks, dtype=torch.float32, device=call.k.device)
-    measure_kernel[B * G * num_groups(num_blocks),](
-        arguments(call), center, radius, slack, **options(call, tile._replace(num_warps=4))
+    num_blocks, slack = call.places(S, tile.keys), slack_of(D)
+    center = torch.empty(call.count, G, D, dtype=torch.float32, device=call.k.device)
+    radius = center.new_empty(B, G, num_blocks)
+    given, groups = arguments(call), call.places(S, tile.keys * BLOCKS.value)
+    measure_kernel[B * G * groups,](
+        given, center, radius, slack, **options(call, tile._replace(num_warps=4))
     )
     reach = radius.new_empty(2, B, G, num_blocks)
-    outwards_kernel[B * G, 2](radius, reach, num_blocks, CHUNK=CHUNK, **FUSION)
+    outwards_kernel[call.count * G, 2](given, radius, reach, KEYS=tile.keys, CHUNK=CHUNK, **FUSION)
     return Certificate(
         center=center,
         reach=reach,

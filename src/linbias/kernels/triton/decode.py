@@ -25,6 +25,7 @@ from linbias.kernels.triton.certificate import (
 )
 from linbias.kernels.triton.launch import Call, arguments, options
 from linbias.kernels.triton.row_ranges import hide, read_row_ranges, seen_by_any, sees_beyond
+from linbias.kernels.triton.sequences import load_keys, read_sequence
 from linbias.kernels.triton.sizes import padded
 from linbias.kernels.triton.tile import (
     INF,
@@ -34,8 +35,6 @@ from linbias.kernels.triton.tile import (
     Slopes,
     add_block,
     gap_bias,
-    head_of,
-    load_rows,
     near_keys,
     near_score,
     read_range,
@@ -62,12 +61,13 @@ class Parts(NamedTuple):
     out: Tensor
     row_max: Tensor
     row_sum: Tensor
+    rows: int  # room for them: the queries of a sequence at most, in all heads of a group
 
 
 class Queries(NamedTuple):
     """All query rows that read a key/value head; each has its own head's slopes."""
 
-    b: Any
+    sequence: Any
     g: Any
     offsets: Any  # [rows], from 0
     present: Any  # [rows]
@@ -79,42 +79,43 @@ class Queries(NamedTuple):
     row_end: Any
     first: Any  # the keys that any row sees
     end: Any
-    X: Any  # [rows], pointers to the positions of keys, if they have any; else None
+    X: Any  # [rows], pointers to the positions of keys, if they have any
     xq: Any
 
 
 @triton.jit
-def rows_of(array, b, h, rows):
+def rows_of(array, batch, h, rows):
     """Where rows of several heads lie; h and rows have one shape."""
     strides = array.strides
-    heads = array.at + wide(b) * strides[0] + h.to(tl.int64) * strides[1]
+    heads = array.at + wide(batch) * strides[0] + h.to(tl.int64) * strides[1]
     return heads + rows.to(tl.int64) * strides[2]
 
 
 @triton.jit
 def read_queries(call, b, g, SHAPE: tl.constexpr):
-    group = call.H // call.G
-    offsets = tl.arange(0, SHAPE.rows)
-    present = offsets < group * call.T
+    group, sequence = call.H // call.G, read_sequence(call, b)
+    offsets, T = tl.arange(0, SHAPE.rows), tl.maximum(sequence.T, 1)
+    present = offsets < group * sequence.T
     # Absent rows have the last head's slopes.
-    h, t = g * group + tl.minimum(offsets // call.T, group - 1), offsets % call.T
+    h, t = g * group + tl.minimum(offsets // T, group - 1), offsets % T
     entries = tl.arange(0, SHAPE.padded_D)
     q = tl.load(
-        rows_of(call.q, b, h, t)[:, None] + entries[None, :] * call.q.strides[3],
+        rows_of(call.q, sequence.batch, h, sequence.first_row + t)[:, None]
+        + entries[None, :] * call.q.strides[3],
         mask=present[:, None] & (entries < SHAPE.D)[None, :],
         other=0.0,
     )
-    first, end = read_range(call, b, g)
-    start, _ = read_start(call, b, first, end)
-    row_first, row_end = read_row_ranges(call, b, t, present)
+    first, end = read_range(call, sequence, g)
+    start, _ = read_start(call, sequence, first, end)
+    row_first, row_end = read_row_ranges(call, sequence, t, present)
     if call.query_range is not None:
         first, end = seen_by_any(first, end, row_first, row_end)
-    X, xq = None, None
+    X, xq = 0, 0.0
     if call.x is not None:
         X = rows_of(call.x, b, h, t * 0)
         xq = tl.load(rows_of(call.xq, b, h, t), mask=present, other=0.0)
     return Queries(
-        b=b,
+        sequence=sequence,
         g=g,
         offsets=offsets,
         present=present,
@@ -138,8 +139,8 @@ def score_keys(call, queries, start, SHAPE: tl.constexpr):
     columns = tl.arange(0, SHAPE.keys)
     keys = start + columns
     inside = (keys >= queries.first) & (keys < queries.end)
-    K = head_of(call.k, queries.b, queries.g, start)
-    k = load_rows(K, columns, inside, call.k.strides, SHAPE.D, SHAPE.padded_D, True)
+    sequence, g = queries.sequence, queries.g
+    k = load_keys(call, call.k, sequence, g, start, columns, inside, SHAPE.D, SHAPE.padded_D, True)
     product = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
     order = queries.position[:, None] - keys[None, :]
     distance = order.to(tl.float32)
@@ -244,7 +245,7 @@ def decode_kernel(call, parts, BOUND, log_share, slack, SHAPE: tl.constexpr):
     acc, row_sum = zeros(SHAPE.rows, SHAPE.padded_E), zeros(SHAPE.rows)
     row_max = row_sum - INF
 
-    low, high = near_keys(queries.start, call.T, queries.first, queries.end, KEYS)
+    low, high = near_keys(queries.start, queries.sequence.T, queries.first, queries.end, KEYS)
     most = low // KEYS - queries.first // KEYS
     left = side_of(call, queries, slopes.left, slopes.left_sight, most, CERTIFY, KEYS)
     most = tl.cdiv(queries.end, KEYS) - high // KEYS
@@ -277,10 +278,20 @@ def decode_kernel(call, parts, BOUND, log_share, slack, SHAPE: tl.constexpr):
     for n in tl.range(part * share, last, num_stages=SHAPE.stages):
         start = high - (n + 1) * KEYS
         block = score_keys(call, queries, start, SHAPE)
-        V = head_of(call.v, queries.b, queries.g, start)
-        v = load_rows(V, columns, block.inside, call.v.strides, SHAPE.E, SHAPE.padded_E, True)
+        v = load_keys(
+            call,
+            call.v,
+            queries.sequence,
+            queries.g,
+            start,
+            columns,
+            block.inside,
+            SHAPE.E,
+            SHAPE.padded_E,
+            True,
+        )
         acc, row_max, row_sum = add_block(call, block, v, offsets, acc, row_max, row_sum)
-    rows = (wide(tl.program_id(0)) * num_parts + part) * (call.H // call.G) * call.T
+    rows = (wide(tl.program_id(0)) * num_parts + part) * parts.rows
     PART_OUT = parts.out + rows * SHAPE.E
     store_rows(PART_OUT, offsets, queries.present, acc, SHAPE.E, SHAPE.padded_E)
     tl.store(parts.row_max + rows + offsets, row_max, mask=queries.present)
@@ -289,34 +300,36 @@ def decode_kernel(call, parts, BOUND, log_share, slack, SHAPE: tl.constexpr):
 
 @triton.jit
 def merge_kernel(call, parts, OUT, ROW_MAX, LOG_SUM, num_parts, SHAPE: tl.constexpr):
-    """Add up the parts of one row; grid B * H * T. Rows lie in the order of OUT [B, H, T, E]."""
-    row = wide(tl.program_id(0))
-    rows = call.H // call.G * call.T
+    """Add up the parts of one row; grid (B * H, most queries), to OUT [B, H, T, E]."""
+    b, h, t = tl.program_id(0) // call.H, tl.program_id(0) % call.H, tl.program_id(1)
+    sequence, group = read_sequence(call, b), call.H // call.G
+    present = t < sequence.T
+    row = (wide(sequence.batch) * call.H + h) * call.T + sequence.first_row + t
+    g, own_row = h // group, h % group * sequence.T + t
     E: tl.constexpr = SHAPE.E
     entries = tl.arange(0, SHAPE.padded_E)
     acc = zeros(SHAPE.padded_E)
     row_max, row_sum = float("-inf"), 0.0
     for part in range(num_parts):
-        at = (row // rows * num_parts + part) * rows + row % rows
-        part_max = tl.load(parts.row_max + at)
+        at = ((wide(b) * call.G + g) * num_parts + part) * parts.rows + own_row
+        part_max = tl.load(parts.row_max + at, mask=present, other=float("-inf"))
         new_max = tl.maximum(row_max, part_max)
         pivot = tl.where(new_max == -INF, 0.0, new_max)
         keep, add = tl.exp2(row_max - pivot), tl.exp2(part_max - pivot)
-        out = tl.load(parts.out + at * E + entries, mask=entries < E, other=0.0)
+        out = tl.load(parts.out + at * E + entries, mask=(entries < E) & present, other=0.0)
         acc = acc * keep + add * out
-        row_sum = row_sum * keep + add * tl.load(parts.row_sum + at)
+        row_sum = row_sum * keep + add * tl.load(parts.row_sum + at, mask=present, other=0.0)
         row_max = new_max
     empty = row_sum == 0
     out = acc / tl.where(empty, 1.0, row_sum)
-    tl.store(OUT + row * E + entries, out.to(OUT.dtype.element_ty), mask=entries < E)
+    tl.store(OUT + row * E + entries, out.to(OUT.dtype.element_ty), mask=(entries < E) & present)
     log_sum = tl.where(empty, -INF, tl.log2(tl.where(empty, 1.0, row_sum)))
     if call.query_start is not None and call.x is None:
-        h, b = tl.program_id(0) // call.T % call.H, tl.program_id(0) // call.T // call.H
-        first, end = read_range(call, b, h // (call.H // call.G))
-        _, gap = read_start(call, b, first, end)
+        first, end = read_range(call, sequence, g)
+        _, gap = read_start(call, sequence, first, end)
         row_max, log_sum = take_off_bias(row_max, log_sum, gap_bias(gap, read_slopes(call, b, h)))
-    tl.store(ROW_MAX + row, row_max)
-    tl.store(LOG_SUM + row, log_sum)
+    tl.store(ROW_MAX + row, row_max, mask=present)
+    tl.store(LOG_SUM + row, log_sum, mask=present)
 
 
 def serves(T: int, group_size: int, itemsize: int) -> bool:
@@ -331,17 +344,19 @@ def decode(call: Call, num_processors: int, out: Tensor, row_max: Tensor, log_su
     B, H, G, T, S, D, E = call.lengths
     if B * H * T == 0:
         return
-    tile, rows = call.sizes.decode, H // G * T
+    if call.sequences is not None:
+        T, S = call.sequences.longest
+    B, tile, rows = call.count, call.sizes.decode, H // G * T
     num_blocks = triton.cdiv(S, tile.keys)
     wanted = triton.cdiv(num_processors * PROGRAMS_PER_PROCESSOR, B * G)
     num_parts = max(1, min(wanted, MOST_PARTS, num_blocks // 2))
     like: dict[str, Any] = {"dtype": torch.float32, "device": out.device}
     part_max, part_sum = torch.empty(2, B * G, num_parts, rows, **like)
-    parts = Parts(torch.empty(B * G, num_parts, rows, E, **like), part_max, part_sum)
+    parts = Parts(torch.empty(B * G, num_parts, rows, E, **like), part_max, part_sum, rows)
     bound = call.key_bound if call.tolerance > 0 and num_blocks > 2 else None
     tile = tile._replace(rows=max(tile.rows, padded(rows)))
     given, share = arguments(call), log_share(call.tolerance, call.right is not None)
     decode_kernel[B * G, num_parts](given, parts, bound, share, slack_of(D), **options(call, tile))
-    merge_kernel[B * H * T,](
+    merge_kernel[B * H, T](
         given, parts, out, row_max, log_sum, num_parts, **options(call, tile._replace(num_warps=1))
     )

@@ -1,7 +1,8 @@
 """The forward pass: a tile of query rows visits keys near to far, as long as the certificate asks.
 
 Near tiles come first, with masks; then each side in a counted loop that the compiler can pipeline,
-entered twice: the second time once the first has seen most of the weight.
+entered twice: the second time once the first has seen most of the weight. Where no key beyond can
+exceed the maximum of a row by much (docs/math.md, section 4), a shorter loop keeps that maximum.
 """
 
 import triton
@@ -9,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linbias.kernels.triton.certificate import (
+    Certificate,
     certificate_of,
     excess_of,
     log_count,
@@ -20,11 +22,13 @@ from linbias.kernels.triton.certificate import (
 from linbias.kernels.triton.launch import Call, arguments, array, options
 from linbias.kernels.triton.row_ranges import sees_beyond, within
 from linbias.kernels.triton.scores import load_block, query_tile, score_block
+from linbias.kernels.triton.sequences import tiles_before
 from linbias.kernels.triton.tile import (
     INF,
     LEFT,
     NEAR,
     add_block,
+    add_values,
     gap_bias,
     head_of,
     load_rows,
@@ -36,6 +40,8 @@ from linbias.kernels.triton.tile import (
     zeros,
 )
 
+# Bits by which a score may exceed the maximum that its row keeps: sums stay far below overflow.
+MOST_ABOVE: tl.constexpr = tl.constexpr(16.0)
 # Of keys; with so few it does not pay to measure them in order to leave some out (reasoned, not
 # measured).
 FEWEST_BLOCKS = 16
@@ -50,10 +56,10 @@ def forward_kernel(call, certificate, OUT, ROW_MAX, LOG_SUM, VISITED, SHAPE: tl.
     HAS_RIGHT: tl.constexpr = call.right is not None
     RANGED: tl.constexpr = call.query_range is not None
     PLACED: tl.constexpr = call.x is not None
-    CERTIFY: tl.constexpr = certificate is not None
+    CERTIFY: tl.constexpr = certificate.center is not None
     KEYS: tl.constexpr = SHAPE.keys
     tile = query_tile(call, SHAPE.rows)
-    Q = head_of(call.q, tile.b, tile.h, tile.start)
+    Q = head_of(call.q, tile.sequence.batch, tile.h, tile.row)
     q = load_rows(Q, tile.offsets, tile.present, call.q.strides, SHAPE.D, SHAPE.padded_D, True)
     row_hashes = row_hash(call.dropout, tile.head, tile.start + tile.offsets)
     acc, row_sum = zeros(SHAPE.rows, SHAPE.padded_E), zeros(SHAPE.rows)
@@ -63,19 +69,25 @@ def forward_kernel(call, certificate, OUT, ROW_MAX, LOG_SUM, VISITED, SHAPE: tl.
     near_low, near_high = low, high
     if RANGED:
         low, high = within(low, high, tile.first, tile.end, KEYS)
-    for near in tl.range(low, high, KEYS, num_stages=SHAPE.stages):
-        block = score_block(call, tile, q, near, SHAPE, NEAR)
+    # Of no block one is visited, whose keys are masked: a loop that may run not at all would have
+    # the compiler wait for each product by itself.
+    stop = tl.maximum(high, low + KEYS)
+    tl.assume(stop > low)
+    for near in tl.range(low, stop, KEYS, num_stages=SHAPE.stages):
+        block = score_block(call, tile, q, near, high, SHAPE, NEAR)
         v = load_block(call, call.v, tile, near, block.inside, SHAPE.E, SHAPE.padded_E, NEAR)
         acc, row_max, row_sum = add_block(call, block, v, row_hashes, acc, row_max, row_sum)
 
     if CERTIFY:
-        slack, num_blocks = certificate.slack, certificate.num_blocks
-        key_head = wide(tile.b) * call.G + tile.g
+        slack, sequence = certificate.slack, tile.sequence
         entries = tl.arange(0, SHAPE.padded_D)
-        center = certificate.center + key_head * SHAPE.D + entries
+        center = certificate.center + (wide(sequence.b) * call.G + tile.g) * SHAPE.D + entries
         center = tl.load(center, mask=entries < SHAPE.D, other=0.0)
-        left_reach = certificate.reach + key_head * num_blocks
-        right_reach = left_reach + wide(call.B) * call.G * num_blocks
+        key_head = wide(sequence.batch) * call.G + tile.g
+        left_reach = certificate.reach + key_head * certificate.num_blocks
+        left_reach += tiles_before(call, sequence.b, sequence.first_key, KEYS)
+        right_reach = left_reach + wide(call.B) * call.G * certificate.num_blocks
+        last_block = tl.maximum(tl.cdiv(sequence.S, KEYS) - 1, 0)
         wide_q = q.to(tl.float32)
         q_norm = norm(wide_q, SHAPE.D) * tl.abs(call.scale) * (1 + slack)
         largest = tl.sqrt(tl.sum(center * center, 0)) + tl.load(right_reach)
@@ -90,7 +102,7 @@ def forward_kernel(call, certificate, OUT, ROW_MAX, LOG_SUM, VISITED, SHAPE: tl.
                 slope, sight = tile.slopes.right, tile.slopes.right_sight
                 most = tl.cdiv(tile.end, KEYS) - high // KEYS
             most = tl.where(sight > 0, tl.maximum(most, 0), 0)
-            visited = 0
+            visited, needed = 0, 0
             for turn in tl.range(0, 2 if CERTIFY else 1):
                 count = most
                 if CERTIFY:
@@ -101,10 +113,11 @@ def forward_kernel(call, certificate, OUT, ROW_MAX, LOG_SUM, VISITED, SHAPE: tl.
                         unseen = nearest + 1 - tile.first
                     else:
                         nearest = high + visited * KEYS
-                        radius = tl.load(right_reach + tl.minimum(nearest // KEYS, num_blocks - 1))
+                        radius = tl.load(right_reach + tl.minimum(nearest // KEYS, last_block))
                         distance = nearest - tile.position - tile.offsets
                         unseen = tile.end - nearest
-                    bound = base + q_norm * radius
+                    highest = base + q_norm * radius
+                    bound = highest
                     asking = tile.present
                     if RANGED:
                         asking &= sees_beyond(tile.row_first, tile.row_end, nearest, SIDE)
@@ -127,13 +140,23 @@ def forward_kernel(call, certificate, OUT, ROW_MAX, LOG_SUM, VISITED, SHAPE: tl.
                             SIDE,
                         )
                     else:
-                        count = visited + trip_count(
+                        needed = visited + trip_count(
                             excess, slope, asking, distance, left_out, slack, KEYS
                         )
-                        count = tl.where(turn == 0, tl.minimum(count, preview(slope, KEYS)), count)
+                        rising = visited + trip_count(
+                            highest - row_max - MOST_ABOVE,
+                            slope,
+                            asking,
+                            distance,
+                            left_out,
+                            slack,
+                            KEYS,
+                        )
+                        first_part = tl.where(turn == 0, preview(slope, KEYS), rising)
+                        count = tl.minimum(needed, first_part)
                 for n in tl.range(visited, count, num_stages=SHAPE.stages):
                     far = low - (n + 1) * KEYS if SIDE == LEFT else high + n * KEYS
-                    block = score_block(call, tile, q, far, SHAPE, SIDE)
+                    block = score_block(call, tile, q, far, 0, SHAPE, SIDE)
                     v = load_block(
                         call, call.v, tile, far, block.inside, SHAPE.E, SHAPE.padded_E, SIDE
                     )
@@ -141,14 +164,27 @@ def forward_kernel(call, certificate, OUT, ROW_MAX, LOG_SUM, VISITED, SHAPE: tl.
                         call, block, v, row_hashes, acc, row_max, row_sum
                     )
                 visited = count
+            if CERTIFY and not PLACED:
+                pivot = tl.where(row_max == -INF, 0.0, row_max)
+                for n in tl.range(visited, needed, num_stages=SHAPE.stages):
+                    far = low - (n + 1) * KEYS if SIDE == LEFT else high + n * KEYS
+                    block = score_block(call, tile, q, far, 0, SHAPE, SIDE)
+                    v = load_block(
+                        call, call.v, tile, far, block.inside, SHAPE.E, SHAPE.padded_E, SIDE
+                    )
+                    weight = tl.exp2(block.score - (pivot + block.lead)[:, None])
+                    row_sum += tl.sum(weight, 1)
+                    acc = add_values(call, block, weight, v, row_hashes, acc)
+                visited = needed
             if RANGED:
                 # Counts begin at the near blocks, whether these hold keys that are seen or not.
                 skipped = near_low - low if SIDE == LEFT else high - near_high
                 visited = tl.where(visited > 0, visited + skipped // KEYS, 0)
-            tl.store(head_of(VISITED, tile.b, tile.h, tile.index) + SIDE, visited)
+            to = head_of(VISITED, tile.sequence.batch, tile.h, tile.place)
+            tl.store(to + SIDE, visited)
 
     empty = row_sum == 0
-    rows = tile.head * call.T + tile.start
+    rows = tile.rows
     out = acc / tl.where(empty, 1.0, row_sum)[:, None]
     store_rows(OUT + rows * SHAPE.E, tile.offsets, tile.present, out, SHAPE.E, SHAPE.padded_E)
     log_sum = tl.where(empty, -INF, tl.log2(tl.where(empty, 1.0, row_sum)))
@@ -162,16 +198,17 @@ def forward_kernel(call, certificate, OUT, ROW_MAX, LOG_SUM, VISITED, SHAPE: tl.
 def forward(call: Call, out: Tensor, row_max: Tensor, log_sum: Tensor, visited: Tensor) -> None:
     """Fill out [B, H, T, E], row_max and log_sum [B, H, T] in bits, and visited [B, H, tiles, 2].
 
-    It counts the blocks that each of T / FEWEST_ROWS tiles visits to the left and right of its
-    own.
+    It counts the blocks that each tile visits to the left and right of its own; there is room for
+    tiles of FEWEST_ROWS rows.
     """
     B, H, _, T, S, *_ = call.lengths
     if B * H * T == 0:
         return
     tile = call.sizes.forward
-    certify = call.tolerance > 0 and S > FEWEST_BLOCKS * tile.keys
-    certificate = certificate_of(call, tile) if certify else None
+    longest = S if call.sequences is None else call.sequences.longest[1]
+    certify = call.tolerance > 0 and longest > FEWEST_BLOCKS * tile.keys
+    certificate = certificate_of(call, tile) if certify else Certificate()
     results = out, row_max, log_sum, array(visited)
-    forward_kernel[triton.cdiv(T, tile.rows) * B * H,](
+    forward_kernel[call.places(T, tile.rows) * B * H,](
         arguments(call), certificate, *results, **options(call, tile)
     )

@@ -5,12 +5,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from linbias.kernels.triton.sequences import NO_SEQUENCES, Offsets, Sequences
 from linbias.kernels.triton.sizes import FUSION, Sizes, Tile, padded
 from linbias.kernels.triton.tile import LOG2E
 
 
 class Call(NamedTuple):
-    """One call of attention: arrays on one device, with any strides, then numbers."""
+    """One call of attention: arrays on one device, with any strides, then numbers.
+
+    With `sequences` B is 1 for q, which holds all of them, and for k and v unless these are pages,
+    [num_pages, G, page_keys, size]; for all that is said of batch rows it is their number.
+    """
 
     q: Tensor  # [B, H, T, D]
     k: Tensor  # [B, G, S, D]
@@ -24,6 +29,7 @@ class Call(NamedTuple):
     seed: Tensor | None  # [] or [3], int64, as of linbias/torch/dropout.py; None: no dropout
     positions: Tensor | None  # [B, H, S], float64: where keys stand; None: key s at s
     query_positions: Tensor | None  # [B, H, T], likewise
+    sequences: Sequences | None  # without positions
     scale: float
     dropout: float
     tolerance: float
@@ -33,7 +39,19 @@ class Call(NamedTuple):
     def lengths(self) -> tuple[int, int, int, int, int, int, int]:
         """B, H, G, T, S, D, E."""
         (B, H, T, D), (G, S), E = self.q.shape, self.k.shape[1:3], self.v.shape[3]
-        return B, H, G, T, S, D, E
+        return B, H, G, T, S if self.sequences is None else self.sequences.num_keys, D, E
+
+    @property
+    def count(self) -> int:
+        """How many batch rows or sequences there are."""
+        given = self.sequences
+        return len(self.q) if given is None else len(given.query_offsets) - 1
+
+    def places(self, total: int, size: int) -> int:
+        """How many tiles of `size` of `total` rows or keys a batch row has, or places for them."""
+        if self.sequences is None:
+            return -(-total // size)
+        return total // size + self.count
 
 
 class Array(NamedTuple):
@@ -65,6 +83,7 @@ class Arguments(NamedTuple):
     x: Array | None
     xq: Array | None
     dropout: Dropout | None
+    sequences: Offsets
     B: int
     H: int
     G: int
@@ -91,8 +110,8 @@ def arguments(call: Call) -> Arguments:
         "q": call.q,
         "k": call.k,
         "v": call.v,
-        "left": call.left.expand(B, H),
-        "right": None if call.right is None else call.right.expand(B, H),
+        "left": call.left.expand(call.count, H),
+        "right": None if call.right is None else call.right.expand(call.count, H),
         "key_range": call.key_range,
         "query_start": call.query_start,
         "query_range": call.query_range,
@@ -100,12 +119,20 @@ def arguments(call: Call) -> Arguments:
         "xq": call.query_positions,
     }
     given = {name: array(x) for name, x in arrays.items()}
-    scale = call.scale * LOG2E.value
-    return Arguments(**given, dropout=dropout(call), B=B, H=H, G=G, T=T, S=S, scale=scale)
+    numbers = {"B": B, "H": H, "G": G, "T": T, "S": S, "scale": call.scale * LOG2E.value}
+    return Arguments(**given, dropout=dropout(call), sequences=offsets(call.sequences), **numbers)
 
 
 def array(x: Tensor | None) -> Any:
     return None if x is None else Array(x, x.stride())
+
+
+def offsets(given: Sequences | None) -> Offsets:
+    if given is None:
+        return NO_SEQUENCES
+    count, table = len(given.query_offsets) - 1, array(given.table)
+    ends = given.query_offsets, given.key_offsets
+    return Offsets(count, *ends, table, given.page_norms, given.page_keys)
 
 
 def dropout(call: Call) -> Dropout | None:

@@ -11,18 +11,20 @@ import triton.language as tl
 from torch import Tensor
 
 from linbias.kernels.triton.launch import Call, arguments
+from linbias.kernels.triton.sequences import find, tiles_of
 from linbias.kernels.triton.sizes import FUSION
 from linbias.kernels.triton.tile import INF, LEFT, wide
 
 
 @triton.jit
-def read_row_ranges(call, b, rows, present):
-    """The first and one past the last key of each row; S and 0 in rows that see none or are
-    absent.
+def read_row_ranges(call, sequence, rows, present):
+    """The first and one past the last key of each row of a sequence; S and 0 in rows that see none
+    or are absent.
     """
     if call.query_range is not None:
         strides = call.query_range.strides
-        limits = call.query_range.at + wide(b) * strides[0] + rows.to(tl.int64) * strides[1]
+        limits = call.query_range.at + wide(sequence.batch) * strides[0]
+        limits += (sequence.first_row + rows).to(tl.int64) * strides[1]
         low = tl.load(limits, mask=present, other=0).to(tl.int32)
         high = tl.load(limits + strides[2], mask=present, other=0).to(tl.int32)
         some = low < high
@@ -75,11 +77,12 @@ def hulls_kernel(call, HULLS, ROWS: tl.constexpr):
     """Fill HULLS [B, tiles, 4]: `seen_by_any` and `seen_by_all` of tiles of ROWS rows; grid
     B * tiles.
     """
-    num_tiles = tl.cdiv(call.T, ROWS)
-    b, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    num_tiles = tiles_of(call, call.T, ROWS)
+    place = tl.program_id(0) % num_tiles
+    sequence, tile = find(call, place, tl.program_id(0) // num_tiles, False, ROWS)
     rows = tile * ROWS + tl.arange(0, ROWS)
-    low, high = read_row_ranges(call, b, rows, rows < call.T)
-    first, end = seen_by_any(0, call.S, low, high)
+    low, high = read_row_ranges(call, sequence, rows, rows < sequence.T)
+    first, end = seen_by_any(0, sequence.S, low, high)
     all_first, all_end = seen_by_all(low, high)
     to = HULLS + wide(tl.program_id(0)) * 4
     tl.store(to, first)
@@ -93,7 +96,7 @@ def hulls(call: Call, rows: int) -> Tensor | None:
     if call.query_range is None:
         return None
     B, _, _, T, *_ = call.lengths
-    num_tiles = triton.cdiv(T, rows)
+    num_tiles = call.places(T, rows)
     found = torch.empty(B, num_tiles, 4, dtype=torch.int32, device=call.q.device)
     hulls_kernel[B * num_tiles,](arguments(call), found, ROWS=rows, **FUSION)
     return found

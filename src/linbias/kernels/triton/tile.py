@@ -64,7 +64,8 @@ def read_slopes(call, b, h):
 
 @triton.jit
 def my_tile(num_tiles, B, H, G):
-    """Tile, batch row, head and key/value head of a program of the grid num_tiles * B * H.
+    """Place of a tile, batch row, head and key/value head; of programs of the grid
+    num_tiles * B * H.
 
     The flattest heads, the last, and their last rows come first, so that long programs start
     early.
@@ -81,27 +82,27 @@ def clamp(x, least, most):
 
 
 @triton.jit
-def read_range(call, b, g):
-    """The first and one past the last key that a key/value head shows, always inside the array."""
-    first, end = 0, call.S
+def read_range(call, sequence, g):
+    """The first and one past the last key that a key/value head shows, always of the sequence."""
+    first, end = 0, sequence.S
     if call.key_range is not None:
         strides = call.key_range.strides
-        limits = call.key_range.at + wide(b) * strides[0] + wide(g) * strides[1]
-        end = clamp(tl.load(limits + strides[2]).to(tl.int64), 0, call.S)
+        limits = call.key_range.at + wide(sequence.b) * strides[0] + wide(g) * strides[1]
+        end = clamp(tl.load(limits + strides[2]).to(tl.int64), 0, sequence.S)
         first = clamp(tl.load(limits).to(tl.int64), 0, end)
     return first, end
 
 
 @triton.jit
-def read_start(call, b, first, end):
+def read_start(call, sequence, first, end):
     """Where query 0 stands once all queries are moved next to the keys, and how much higher it
     stood.
     """
-    start, gap = call.S - call.T, 0
+    start, gap = sequence.S - sequence.T, 0
     if call.query_start is not None:
-        given = tl.load(call.query_start.at + wide(b) * call.query_start.strides[0]).to(tl.int64)
-        given = clamp(given, -FARTHEST, FARTHEST)
-        start = clamp(given, first - call.T, end)
+        given = call.query_start.at + wide(sequence.b) * call.query_start.strides[0]
+        given = clamp(tl.load(given).to(tl.int64), -FARTHEST, FARTHEST)
+        start = clamp(given, first - sequence.T, end)
         gap = given - start
     return start, gap
 
@@ -284,11 +285,16 @@ def add_block(call, block, v, row_hashes, acc, row_max, row_sum):
     weight = tl.exp2(block.score - (pivot + block.lead)[:, None])
     shrink = tl.exp2(row_max - pivot)
     row_sum = row_sum * shrink + tl.sum(weight, 1)
-    acc = acc * shrink[:, None]
+    acc = add_values(call, block, weight, v, row_hashes, acc * shrink[:, None])
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def add_values(call, block, weight, v, row_hashes, acc):
+    """acc and the values of a block by their weights, of which dropout drops some."""
     key_hashes = key_hash(call.dropout, block.keys)
     weight = drop(weight, row_hashes[:, None], key_hashes[None, :], call.dropout)
-    acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
-    return acc, new_max, row_sum
+    return tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
 
 
 @triton.jit

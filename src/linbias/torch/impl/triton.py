@@ -7,7 +7,7 @@ import math
 import os
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ def _properties_for(q: Tensor) -> tuple[tuple[int, int], int, int]:
     return _properties(q.device.index) if q.is_cuda else _INTERPRETED_PROPERTIES
 
 
-def _sizes(q: Tensor, v: Tensor) -> Sizes:
+def sizes_for(q: Tensor, v: Tensor) -> Sizes:
     _, shared_memory, _ = _properties_for(q)
     chosen = sizes.choose(q.shape[3], v.shape[3], q.element_size(), shared_memory)
     assert chosen is not None, "why_not refuses what does not fit"
@@ -120,37 +120,48 @@ def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-def _fill(inputs: Inputs, results: Results) -> None:
+def run_forward(call: "Call", results: Results, may_decode: bool) -> None:
+    """Fill the results; but for `visited`, and in parts, where queries are few and that may be."""
     from linbias.kernels.triton.decode import decode, serves
     from linbias.kernels.triton.forward import forward
 
-    call = _call(inputs)
     _, H, G, T, *_ = call.lengths
-    few = serves(T, H // max(1, G), call.q.element_size())
+    if call.sequences is not None:
+        T = call.sequences.longest[0]
     with _on(call.q):
-        if few and not inputs.precise and inputs.seed is None:
-            decode(call, _properties_for(call.q)[2], results.out, results.row_max, results.log_sum)
+        if may_decode and serves(T, H // max(1, G), call.q.element_size()):
+            processors = _properties_for(call.q)[2]
+            decode(call, processors, results.out, results.row_max, results.log_sum)
         else:
             forward(call, **results._asdict())
+
+
+def run_backward(
+    call: "Call", dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
+) -> None:
+    """Fill the gradients that are not None."""
+    from linbias.kernels.triton.backward import backward
+
+    with _on(call.q):
+        backward(call, small_strides(dout), dlse, **saved._asdict(), **gradients._asdict())
+
+
+def _fill(inputs: Inputs, results: Results) -> None:
+    run_forward(_call(inputs), results, not inputs.precise and inputs.seed is None)
 
 
 def _fill_gradients(
     inputs: Inputs, dout: Tensor, dlse: Tensor | None, saved: Results, gradients: Gradients
 ) -> None:
-    from linbias.kernels.triton.backward import backward
-
-    call = _call(inputs)
-    for gradient in gradients:
-        if gradient is not None:
-            gradient.zero_()  # some programs have nothing to write
-    asked: dict[str, Any] = gradients._asdict()
     if not inputs.slope_gradients:
-        asked |= {"dleft": None, "dright": None}
+        for side in (gradients.dleft, gradients.dright):
+            if side is not None:
+                side.zero_()
+        gradients = gradients._replace(dleft=None, dright=None)
     if inputs.positions is None:
-        asked |= {"dpositions": None, "dquery_positions": None}
-    with _on(call.q):
-        dlse = torch.zeros_like(saved.row_max) if dlse is None else dlse.contiguous()
-        backward(call, _small_strides(dout), dlse, **saved._asdict(), **asked)
+        gradients = gradients._replace(dpositions=None, dquery_positions=None)
+    dlse = torch.zeros_like(saved.row_max) if dlse is None else dlse.contiguous()
+    run_backward(_call(inputs), dout, dlse, saved, gradients)
 
 
 operators = operator.Operators(
@@ -171,7 +182,7 @@ def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
     Of a forward pass with `precise`: decoding does not count its blocks.
     """
     (H, T), (G, S) = inputs.q.shape[1:3], inputs.k.shape[1:3]
-    tile = _sizes(inputs.q, inputs.v).forward
+    tile = sizes_for(inputs.q, inputs.v).forward
     key_range, query_start = inputs.key_range, inputs.query_start
     if key_range is None:
         key_range = visited.new_tensor([0, S]).expand(len(visited), G, 2)
@@ -201,9 +212,9 @@ def _call(inputs: Inputs) -> "Call":
 
     bound = there(inputs.key_bound)
     return Call(
-        q=_small_strides(inputs.q),
-        k=_small_strides(inputs.k),
-        v=_small_strides(inputs.v),
+        q=small_strides(inputs.q),
+        k=small_strides(inputs.k),
+        v=small_strides(inputs.v),
         left=inputs.left,
         right=inputs.right,
         key_range=there(inputs.key_range),
@@ -213,14 +224,15 @@ def _call(inputs: Inputs) -> "Call":
         seed=inputs.seed,
         positions=placed(inputs.positions),
         query_positions=placed(inputs.query_positions),
+        sequences=None,
         scale=inputs.scale,
         dropout=inputs.dropout,
         tolerance=inputs.tolerance,
-        sizes=_sizes(inputs.q, inputs.v),
+        sizes=sizes_for(inputs.q, inputs.v),
     )
 
 
-def _small_strides(x: Tensor) -> Tensor:
+def small_strides(x: Tensor) -> Tensor:
     """x, copied if offsets within a tile might not fit 32 bits."""
     farthest = 128 * x.stride(2) + x.shape[3] * x.stride(3)
     return x if farthest < 2**31 else x.contiguous()

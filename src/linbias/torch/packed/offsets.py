@@ -1,5 +1,5 @@
-"""Sequences of lengths of their own in one call of the compiled core, by the offsets of their rows
-or by tables of their pages.
+"""Sequences of lengths of their own in one call of the compiled core or of the Triton kernels, by
+the offsets of their rows or by tables of their pages.
 """
 
 import functools
@@ -15,10 +15,10 @@ from linbias.torch.addresses import DTYPES, address, threads
 from linbias.torch.call import autocast, check_slopes
 from linbias.torch.constant import default_slopes
 from linbias.torch.dropout import draw_seed
-from linbias.torch.impl import cpu
+from linbias.torch.impl import cpu, triton
 from linbias.torch.operators.direct import unobserved
 from linbias.torch.operators.operator import Results
-from linbias.torch.packed import placing
+from linbias.torch.packed import by_triton, placing
 from linbias.torch.packed.placing import Placed
 from linbias.torch.packed.sequences import Packed
 
@@ -46,6 +46,7 @@ class Sequences(NamedTuple):
     tolerance: float = 0.0
     precise: bool = False  # the result will be differentiated
     few: bool = False  # no sequence has more queries than the core takes one by one
+    implementation: str = cpu.NAME  # or triton.NAME
 
 
 class Pages(NamedTuple):
@@ -59,8 +60,8 @@ class Pages(NamedTuple):
 def run(
     call: Packed, placed: Placed, pages: Pages | None = None, with_lse: bool = True
 ) -> tuple[Tensor, Tensor] | None:
-    """out [total_q, H, E] and lse [total_q, H] of all sequences, by one call of the core; None
-    where it cannot take them so.
+    """out [total_q, H, E] and lse [total_q, H] of all sequences in one call; None where no
+    implementation that may take them can take them so.
 
     Args:
         pages: k and v of the call are pages, [num_pages, page_size, G, size].
@@ -75,6 +76,8 @@ def compute(asked: Sequences, with_lse: bool = True) -> tuple[Tensor, Tensor]:
     if asked.precise:
         return _Direct.apply(asked.q, asked.k, asked.v, asked.left, asked.right, asked)
     results = forward(asked, only_out=not with_lse and asked.few)
+    if asked.implementation == triton.NAME:
+        return by_triton.shown(results)
     lse = results.row_max + results.log_sum if with_lse else results.row_max
     return results.out.to(asked.q.dtype), lse
 
@@ -83,11 +86,13 @@ def prepare(call: Packed, placed: Placed, pages: Pages | None) -> Sequences | No
     """Check the arrays of a call, and fill in what it leaves open."""
     q, k, v, left, right, x, _ = call[:7]
     B = len(placed.lengths_k)
-    if call.implementation not in ("auto", cpu.NAME) or x is not None or B == 0:
+    by = call.implementation
+    if by == "auto":
+        by = cpu.NAME if q.is_cpu else triton.NAME
+    if by not in (cpu.NAME, triton.NAME) or x is not None or B == 0:
         return None
     # In the operator's kernels, which draw from its seed, forward and backward take the same way.
-    observed = call.seed is None and not unobserved(q, k, v, left, right)
-    if not q.is_cpu or observed:
+    if call.seed is None and not unobserved(q, k, v, left, right):
         return None
     if pages is None:
         q, k, v = autocast(q, k, v)
@@ -97,7 +102,7 @@ def prepare(call: Packed, placed: Placed, pages: Pages | None) -> Sequences | No
         problem = _pose(*sizes, *options)
     except TypeError:  # a wrong argument may be no key, and is refused by name
         problem = _pose.__wrapped__(*sizes, *options)
-    if cpu.why_not(problem):
+    if (cpu if by == cpu.NAME else triton).why_not(problem):
         return None
     _request.warn_of_layout("attention", problem, depth=6)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -140,6 +145,7 @@ def prepare(call: Packed, placed: Placed, pages: Pages | None) -> Sequences | No
         tolerance=problem.tolerance,
         precise=gradients,
         few=int(placed.offsets.diff().max()) <= core.FEW_QUERIES,
+        implementation=by,
     )
 
 
@@ -178,11 +184,13 @@ def _pose(
 
 
 def forward(asked: Sequences, only_out: bool = False) -> Results:
-    """The results of all sequences, rows before heads: out [total_q, H, E], row_max and log_sum
-    [total_q, H]; the tiles in `visited` [H, tiles, 2] as csrc/include/linbias says.
+    """The results of all sequences, by the core rows before heads: out [total_q, H, E], row_max
+    and log_sum [total_q, H]; the tiles in `visited` [H, tiles, 2] as csrc/include/linbias says.
 
     With `only_out`, which few queries allow, the others are empty.
     """
+    if asked.implementation == triton.NAME:
+        return by_triton.forward(asked)
     q, v, left = asked.q, asked.v, asked.left
     total, H, _ = q.shape
     narrow = q.dtype == torch.bfloat16 and not asked.precise  # written in it at once
@@ -207,6 +215,8 @@ class _Direct(torch.autograd.Function):
         results = forward(asked)
         ctx.save_for_backward(*asked[:5], *results)
         ctx.rest = asked[5:]
+        if asked.implementation == triton.NAME:
+            return by_triton.shown(results)
         return results.out.to(asked.q.dtype), results.row_max + results.log_sum
 
     @staticmethod
@@ -237,10 +247,12 @@ def _gradients(dout: Tensor, dlse: Tensor, *given: Any) -> tuple[Tensor, ...]:
     *tensors, rest = given
     asked = Sequences(*tensors[:5], *rest)
     saved = Results._make(x.contiguous() for x in tensors[5:])  # alive as long as the call
-    wide, arrays = asked.left.dtype, [asked.q, asked.k, asked.v]
-    computed = [x.new_empty(x.shape, dtype=wide) for x in arrays]
     # Where slopes ask for none, blocks may be computed in fewer digits.
     asks = any(x is not None and x.requires_grad for x in tensors[3:5])
+    if asked.implementation == triton.NAME:
+        return by_triton.gradients(asked, saved, dout, dlse, asks)[:5]
+    wide, arrays = asked.left.dtype, [asked.q, asked.k, asked.v]
+    computed = [x.new_empty(x.shape, dtype=wide) for x in arrays]
     sides = [asked.left.new_empty(asked.left.shape) for _ in range(2 if asks else 0)]
     call, sequences, alive = _describe(asked)
     core.backward(
@@ -283,7 +295,7 @@ def _gradients_by_operator(dout: Tensor, dlse: Tensor, *given: Any) -> tuple[Ten
         scale=asked.scale,
         dropout=asked.dropout,
         tolerance=asked.tolerance,
-        implementation=cpu.NAME,
+        implementation=asked.implementation,
     )
     computed = torch.ops.linbias.varlen_backward(dout.contiguous(), dlse.contiguous(), *call)
     return tuple(computed[:5])
