@@ -244,12 +244,6 @@ def test_keys_outside_the_range_may_hold_anything():
     assert np.isneginf(trace.bias[0, :, :2]).all() and "query 3" in trace.table(query=3)
 
 
-def test_weights_times_values_are_the_output():
-    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 4, 5, 3))
-    weights = linbias.attention_weights(q, k, causal=False)
-    np.testing.assert_allclose(weights @ v, linbias.attention(q, k, v, causal=False))
-
-
 def test_merged_parts_equal_the_whole():
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 4, 9, 3))
     parts = [

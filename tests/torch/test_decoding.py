@@ -1,8 +1,8 @@
 """One step of decoding against a call of attention on the whole cache, and where that is left."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -121,35 +121,21 @@ def test_arrays_may_be_views_of_others() -> None:
     torch.testing.assert_close(found, expected)
 
 
-@contextlib.contextmanager
-def mode() -> Iterator[None]:
-    with torch.inference_mode(), BaseTorchFunctionMode():
-        yield
+LOOKS_ON: dict[str, list[Callable[[], Any]]] = {
+    "gradients": [torch.enable_grad],
+    "mode": [torch.inference_mode, BaseTorchFunctionMode],
+    "profiler": [
+        torch.inference_mode,
+        lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    ],
+    "autocast": [torch.inference_mode, lambda: torch.autocast("cpu")],
+    "shard": [torch.inference_mode, lambda: put_in_place(cast(Any, object()))],
+}
 
 
-@contextlib.contextmanager
-def profiler() -> Iterator[None]:
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.inference_mode(), torch.profiler.profile(activities=cpu):
-        yield
-
-
-@contextlib.contextmanager
-def autocast() -> Iterator[None]:
-    with torch.inference_mode(), torch.autocast("cpu"):
-        yield
-
-
-@contextlib.contextmanager
-def share() -> Iterator[None]:
-    sequence: Any = object()
-    with torch.inference_mode(), put_in_place(sequence):
-        yield
-
-
-@pytest.mark.parametrize("context", [torch.enable_grad, mode, profiler, autocast, share])
-def test_nothing_happens_where_something_looks_on(context: Callable[[], Any]) -> None:
-    assert_left_alone(draw(), context)
+@pytest.mark.parametrize("name", LOOKS_ON)
+def test_nothing_happens_where_something_looks_on(name: str) -> None:
+    assert_left_alone(draw(), *LOOKS_ON[name])
 
 
 def beside(**other: int) -> dict[str, Any]:
@@ -204,9 +190,11 @@ def test_the_cache_of_another_model_is_refused_in_words() -> None:
         build("interpolate")(ids[:, :1], past_key_values=cache)  # of which each head has keys
 
 
-def assert_left_alone(given: dict[str, Any], context: Callable[[], Any]) -> None:
+def assert_left_alone(given: dict[str, Any], *contexts: Callable[[], Any]) -> None:
     before = {name: given[name].clone() for name in ("keys", "values", "key_bound")}
-    with context():
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
         assert decode(**given) is None
     for name, array in before.items():
         torch.testing.assert_close(given[name], array, rtol=0, atol=0, equal_nan=True)
