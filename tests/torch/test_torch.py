@@ -294,6 +294,16 @@ def test_values_that_are_not_finite_show_in_every_row_that_sees_them(implementat
         assert rows[:3].all()
 
 
+def test_later_keys_change_no_bit_of_the_tiles_before_them():
+    """The certificate of `blocked` knows the keys to the left of a tile only."""
+    q, k, v = torch.randn(3, 2, 4, 700, 8)
+    first = linbias.torch.attention(q, k, v, implementation="blocked")
+    k[:, :, 600:], v[:, :, 600:] = 7.0, -7.0
+    changed = linbias.torch.attention(q, k, v, implementation="blocked")
+    assert torch.equal(changed[:, :, :512], first[:, :, :512])
+    assert not torch.equal(changed[:, :, 600:], first[:, :, 600:])
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_keys_outside_the_key_range_may_hold_anything(implementation):
     check_hidden_keys_may_hold_anything(TorchSubject(implementation), by_name("range-symmetric"))
