@@ -1,6 +1,6 @@
 """`window=` and `query_range=`: the keys that each query may see."""
 
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -138,44 +138,6 @@ def test_a_window_costs_what_it_shows():
         rows_of_tile = visit.tile_rows
         assert (visit.end - visit.first).max() <= 100 + rows_of_tile + 2 * 256, implementation
         assert visit.work_kept.item() == 1.0
-
-
-@pytest.mark.parametrize("kind", ("window", "query_range"))
-def test_packed_sequences_and_nested_tensors(kind):
-    lengths_q, lengths_k = (3, 0, 70, 12), (6, 5, 70, 9)
-    starts = [torch.tensor([0, *np.cumsum(n)]) for n in (lengths_q, lengths_k)]
-    q, k, v = (
-        torch.randn(sum(n), h, 8, dtype=torch.float64, requires_grad=True)
-        for n, h in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2))
-    )
-    own = [
-        torch.randint(0, s + 1, (t, 2)).sort(1).values
-        for t, s in zip(lengths_q, lengths_k, strict=True)
-    ]
-    given = {"window": (4, 2)} if kind == "window" else {"query_range": torch.cat(own)}
-    out = attention_varlen(q, k, v, *starts, causal=False, **given)
-    parts = []
-    for (a, b), (c, d), ranges in zip(
-        *map(pairwise, map(torch.Tensor.tolist, starts)), own, strict=True
-    ):
-        alone = given if kind == "window" else {"query_range": ranges}
-        arrays = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
-        part = attention(*arrays, causal=False, implementation="dense", **alone)
-        parts.append(part[0].transpose(0, 1))
-    want = torch.cat(parts)
-    torch.testing.assert_close(out, want)
-    loss = torch.randn_like(out)
-    gradients = [torch.autograd.grad((x * loss).sum(), (q, k, v)) for x in (out, want)]
-    for got, wanted in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, wanted)
-    if kind == "query_range":
-        given = {"query_range": torch.nested.nested_tensor(own, layout=torch.jagged)}
-    jagged = [
-        torch.nested.nested_tensor_from_jagged(x.detach(), offsets=s).transpose(1, 2)
-        for x, s in ((q, starts[0]), (k, starts[1]), (v, starts[1]))
-    ]
-    nested = attention(*jagged, causal=False, **given)
-    torch.testing.assert_close(nested.transpose(1, 2).values(), out)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
