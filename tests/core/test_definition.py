@@ -8,7 +8,7 @@ import pytest
 import linbias
 import linbias.cpu
 import linbias.near_to_far
-from cases import CASES, PLACED_CASES, RANGED_CASES, Case, make_inputs, short
+from cases import CASES, PLACED_CASES, RANGED_CASES, make_inputs, short
 from chapter import HEADS, OUTPUT, chapters_table
 from linbias.example import TOKENS, K, Q, V
 from truth import true_attention
@@ -97,7 +97,7 @@ WRITTEN_TWICE = [case for case in short(CASES + PLACED_CASES + RANGED_CASES) if 
 
 
 @pytest.mark.parametrize("case", WRITTEN_TWICE, ids=str)
-def test_two_writings_of_the_definition_agree(case: Case):
+def test_two_writings_of_the_definition_agree(case):
     """`linbias.attention` and tests/support/truth.py were written apart."""
     inputs = make_inputs(case)
     truth, gradients = true_attention(inputs, case, np.longdouble)
