@@ -30,6 +30,7 @@ from contract import (
 )
 from linbias.compat.flash_attn import flash_attn_with_kvcache
 from linbias.torch.constant import constant
+from positions import as_tensors, check_definition
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu", "sdpa")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -439,29 +440,16 @@ def test_a_mask_hides_keys_beside_everything_else_that_does(implementation, shap
         mask[..., 3, :] = False
     if shape == (2, 1, 1, 11):
         mask[1, ..., 2:4] = False
-    given = dict(slopes=inputs.left, causal=False, right_slopes=inputs.left / 2)
-    given |= {"key_range": np.array([[0, 9], [2, 4]]), "mask": mask}
-    arrays = inputs.q, inputs.k, inputs.v
-    left = given.pop("slopes")
-    out, lse = linbias.attention(*arrays, left, **given, return_lse=True)
+    given = {"causal": False, "right_slopes": inputs.left / 2, "mask": mask}
+    given["key_range"] = np.array([[0, 9], [2, 4]])
+    arrays = [inputs.q, inputs.k, inputs.v, inputs.left]
+    out, lse = linbias.attention(*arrays, **given, return_lse=True)
     assert np.isneginf(lse).any() and (out[np.isneginf(lse)] == 0).all()
-    dlse = np.where(np.isneginf(lse), 0.0, inputs.dlse)
-    gradients = linbias.attention_backward(inputs.dout, *arrays, left, dlse=dlse, **given)
-    names = ("key_range", "mask")
-    tensors = {n: torch.tensor(x) for n, x in given.items() if n in names}
-    leaves = [torch.tensor(x).requires_grad_() for x in (*arrays, left, given["right_slopes"])]
-    tensors |= {"causal": False, "right_slopes": leaves[4]}
-    actual = linbias.torch.attention(
-        *leaves[:4], **tensors, implementation=implementation, return_lse=True
-    )
-    torch.autograd.backward(actual, (torch.tensor(inputs.dout), torch.tensor(dlse)))
-    for found, wanted in zip(actual, (out, lse), strict=True):
-        np.testing.assert_allclose(found.detach(), wanted, atol=1e-12)
-    for leaf, wanted in zip(leaves, gradients[:5], strict=True):
-        np.testing.assert_allclose(leaf.grad, wanted, atol=1e-12)
+    check_definition(arrays, given, implementation, 1e-13)
     if implementation == "dense":
-        weights = linbias.torch.attention_weights(*leaves[:2], leaves[3], **tensors)
-        wanted = linbias.attention_weights(*arrays[:2], left, **given)
+        (q, k, _, left), given_here = as_tensors(arrays, given)
+        weights = linbias.torch.attention_weights(q, k, left, **given_here)
+        wanted = linbias.attention_weights(*arrays[:2], arrays[3], **given)
         np.testing.assert_allclose(weights.detach(), wanted, atol=1e-12)
 
 
