@@ -2,9 +2,10 @@
 
     python conformance/run.py [NAME ...]
 
-Each is a file in adapters/ with `attention`, or a function in adapters/biases.py. One with a file
-in requirements/ gets a virtual environment in build/conformance/, with this one's packages behind
-its own. A deviation that its authors chose is "another convention", with the reason.
+Each is a file in adapters/ with `attention`, or a function in biases.py or models.py there. One
+with a file in requirements/ gets a virtual environment in build/conformance/, with this one's
+packages behind its own. A deviation that its authors chose is "another convention", with the
+reason.
 """
 
 import json
@@ -15,7 +16,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from adapters import biases
+from adapters import biases, models
 from linbias._machine import now, num_cores, processor
 
 HERE = Path(__file__).parent
@@ -23,11 +24,16 @@ ROOT = HERE.parent
 RECORDS = ROOT / "evidence" / "records" / "conformance.jsonl"
 # By name, the module and the function.
 ADAPTERS = {
-    **{name: f"adapters.biases:{name}" for name, x in vars(biases).items() if hasattr(x, "RUNS")},
+    **{
+        name: f"{module.__name__}:{name}"
+        for module in (biases, models)
+        for name, x in vars(module).items()
+        if hasattr(x, "RUNS")
+    },
     **{
         path.stem: f"adapters.{path.stem}:attention"
         for path in (HERE / "adapters").glob("*.py")
-        if path.stem not in ("parts", "biases")
+        if path.stem not in ("parts", "biases", "models")
     },
 }
 # What could not be run here, and why.

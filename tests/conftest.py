@@ -109,6 +109,14 @@ def same_start():
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def no_gradients(same_start):
+    import torch
+
+    with torch.no_grad():
+        yield
+
+
 # A short run of the paper's recipe, which several files look at. What it needs loads torch.
 
 

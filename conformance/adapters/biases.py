@@ -17,17 +17,6 @@ from adapters import parts
 BIAS, FORMULA = "its bias; attention in NumPy", "formula as published; attention in NumPy"
 
 
-def described(name, package, runs=BIAS, conventions=None):
-    """Say of a function what a file of its own would say."""
-
-    def describe(function):
-        function.NAME, function.PACKAGE, function.RUNS = name, package, runs
-        function.CONVENTIONS = conventions or {}
-        return function
-
-    return describe
-
-
 def around(build, own=None, causal_only=False):
     """Attention around what build(q, k, causal, max_bias) gives; `own` is its schedule."""
 
@@ -42,10 +31,11 @@ def around(build, own=None, causal_only=False):
 
 def bias(name, package, runs=BIAS, conventions=None, **options):
     """Make an adapter of what builds a bias."""
-    return lambda build: described(name, package, runs, conventions)(around(build, **options))
+    say = parts.described(name, package, runs, conventions)
+    return lambda build: say(around(build, **options))
 
 
-@described("AXLearn", "axlearn", "its bias and masks (PyTorch); attention in NumPy")
+@parts.described("AXLearn", "axlearn", "its bias and masks (PyTorch); attention in NumPy")
 @parts.square
 def axlearn(
     q,
@@ -85,7 +75,7 @@ def curated_transformers(q, k, causal, max_bias):
     return build(attention_scores=torch.zeros(B, H, T, S))
 
 
-@described(
+@parts.described(
     "flash-attn 2", None, FORMULA, {"lse": "softmax_lse counts the bias from key 0 where causal"}
 )
 def flash_attn(q, k, v, *, slopes, causal, scale, return_lse=False):
@@ -112,7 +102,7 @@ def flashinfer(q, k, causal, max_bias):
     return linbias.slopes(q.shape[1])[:, None, None] * distance
 
 
-@described("jaketae/alibi", None, FORMULA)
+@parts.described("jaketae/alibi", None, FORMULA)
 @parts.square
 def jaketae_alibi(q, k, v, *, slopes, causal, scale, schedule="paper", max_bias=8.0):
     """Others refer to it. It divides by the root of the whole width."""
@@ -171,7 +161,7 @@ def olmo(q, k, causal, max_bias):
     return alibi_attention_bias(S, config, torch.device("cpu"))[:, :, S - T :]
 
 
-@described("the paper's fairseq", None, FORMULA)
+@parts.described("the paper's fairseq", None, FORMULA)
 @parts.square
 def paper_fairseq(q, k, v, *, slopes, causal, scale, schedule="paper", max_bias=8.0):
     """The paper's own code, a fork of fairseq: slope * key index in a causal mask, in float32."""
@@ -182,7 +172,7 @@ def paper_fairseq(q, k, v, *, slopes, causal, scale, schedule="paper", max_bias=
     return parts.attend(q, k, v, made.astype(np.float32), scale, causal)
 
 
-@described("TransformerLens", "transformer-lens")
+@parts.described("TransformerLens", "transformer-lens", BIAS)
 def transformer_lens(
     q, k, v, *, slopes, causal, scale, key_range=None, schedule="paper", max_bias=8.0
 ):
@@ -198,7 +188,7 @@ def transformer_lens(
     return parts.attend(q, k, v, made, scale, causal, ~mask.astype(bool)[:, None, None])
 
 
-@described("x-transformers", "x-transformers")
+@parts.described("x-transformers", "x-transformers", BIAS)
 def x_transformers(
     q, k, v, *, slopes, causal, scale, query_start=None, schedule="paper", max_bias=8.0
 ):

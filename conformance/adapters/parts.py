@@ -19,6 +19,17 @@ GEOMETRIC = {
 }
 
 
+def described(name, package, runs, conventions=None, dtypes=("float32",)):
+    """Say of a function what a file of its own would say."""
+
+    def describe(function):
+        function.NAME, function.PACKAGE, function.RUNS = name, package, runs
+        function.CONVENTIONS, function.DTYPES = conventions or {}, dtypes
+        return function
+
+    return describe
+
+
 def for_linbias(
     q, k, *, slopes, query_start=None, segments=None, schedule="paper", max_bias=8.0, **others
 ):

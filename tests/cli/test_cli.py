@@ -195,12 +195,6 @@ def test_explain_names_tokens_as_text_and_says_when_there_are_too_many(tmp_path)
     assert shown.startswith("65 queries and 65 keys are too many to print.")
 
 
-def test_help_of_explain_names_the_axes_and_the_default_slopes():
-    shown = " ".join(run("explain", "--help").stdout.replace("│", " ").split())
-    assert "q, k, v, each [heads, length, size]" in shown
-    assert "default: the paper's for so many heads" in shown
-
-
 # evaluate, generate, doctor
 
 

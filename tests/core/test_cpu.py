@@ -2,7 +2,6 @@
 
 import ast
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import linbias
 from cases import by_name, far_block, make_inputs
 from contract import check_case, rows
+from forks import a_child_gives_the_same
 from linbias import cpu
 from linbias.kernels import core
 from linbias.torch import addresses, attention
@@ -311,19 +311,15 @@ def test_a_fork_after_threads_can_call_on(monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     q, k, v = map(torch.from_numpy, arrays("long"))
-    calls = (
-        lambda: linbias.torch.attention(q, k, v, implementation="cpu"),
-        lambda: torch.from_numpy(cpu.attention(*(x.numpy() for x in (q, k, v)), num_threads=2)),
-    )
-    expected = [call() for call in calls]
+
+    def run():
+        yield linbias.torch.attention(q, k, v, implementation="cpu")
+        alone = cpu.attention(*(x.numpy() for x in (q, k, v)), num_threads=2)
+        yield torch.from_numpy(alone)
+
     assert addresses.TEAM or not torch.backends.openmp.is_available()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)  # what waits for threads that are gone waits for ever
-        same = all(map(torch.equal, (call() for call in calls), expected))
-        os._exit(0 if same else 1)
+    assert a_child_gives_the_same(run)
     torch.set_num_threads(before)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_too_large_a_call_is_a_memory_error_and_no_crash():

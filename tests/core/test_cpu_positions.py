@@ -11,7 +11,7 @@ from cases import PLACED_CASES, long, short
 from contract import check_case, check_certificate_holds, check_results, expected, rows
 from linbias import cpu
 from linbias.kernels import core
-from positions import PLACED, Placed
+from positions import PLACED
 from test_torch import DTYPES, TorchSubject
 
 pytestmark = pytest.mark.skipif(core.target() is None, reason="the core is not compiled here")
@@ -65,7 +65,7 @@ def test_the_certificate_holds_at_positions(case):
     ],
     ids=str,
 )
-def test_numpy_arrays_take_positions_and_lose_no_digits(call: Placed, dtype):
+def test_numpy_arrays_take_positions_and_lose_no_digits(call, dtype):
     q, k, v, slopes = call.arrays
     narrow = [x.astype(dtype) for x in (q, k, v)]
     allowed = {"float64": 1e-12, "float32": 5e-6}[dtype]

@@ -47,13 +47,14 @@ def with_tolerance(factor, subject, setting, chains):
     return subject(replace(setting, tolerance=setting.tolerance * factor), chains)
 
 
-def test_random_calls_are_functions_of_the_seed_and_see_an_error():
-    for number in range(4):
+@pytest.mark.parametrize("implementation", ("dense", "blocked", "cpu"))
+def test_random_calls_are_right_functions_of_the_seed_and_see_an_error(implementation):
+    for number in range(12):
         call = random_call([0, number], "float32")
         truth = find_truth(call)
-        actual = run_torch(call, "blocked")
+        actual = run_torch(call, implementation)
         assert worst_share(call, actual, truth, range(8))[0] <= 1
-        again = run_torch(random_call([0, number], "float32"), "blocked")
+        again = run_torch(random_call([0, number], "float32"), implementation)
         assert all(np.array_equal(x, again[name], equal_nan=True) for name, x in actual.items())
         if actual["out"].any():
             wrong = actual | {"out": actual["out"] * 1.1}

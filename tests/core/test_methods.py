@@ -89,38 +89,21 @@ GROUNDS = {"colour": ("#FFFFFF", "#FAF8F3"), "dark": ("#16181C", "#171613")}  # 
 # How the three kinds of colour blindness see linear sRGB: Machado, Oliveira and Fernandes, 2009,
 # at full strength.
 SIGHT = {
-    "all colours": np.eye(3),
-    "no red": [
-        [0.152286, 1.052583, -0.204868],
-        [0.114503, 0.786281, 0.099216],
-        [-0.003882, -0.048116, 1.051998],
-    ],
-    "no green": [
-        [0.367322, 0.860646, -0.227968],
-        [0.280085, 0.672501, 0.047413],
-        [-0.011820, 0.042940, 0.968881],
-    ],
-    "no blue": [
-        [1.255528, -0.076749, -0.178779],
-        [-0.078411, 0.930809, 0.147602],
-        [0.004733, 0.691367, 0.303900],
-    ],
+    "all colours": "1 0 0   0 1 0   0 0 1",
+    "no red": "0.152286 1.052583 -0.204868   0.114503 0.786281 0.099216"
+    "   -0.003882 -0.048116 1.051998",
+    "no green": "0.367322 0.860646 -0.227968   0.280085 0.672501 0.047413"
+    "   -0.011820 0.042940 0.968881",
+    "no blue": "1.255528 -0.076749 -0.178779   -0.078411 0.930809 0.147602"
+    "   0.004733 0.691367 0.303900",
 }
 # Linear sRGB to OKLab, in two steps around a cube root: Ottosson, 2020.
-CONES = np.array(
-    [
-        [0.412221, 0.536333, 0.051446],
-        [0.211903, 0.680700, 0.107397],
-        [0.088302, 0.281719, 0.629979],
-    ]
-)
-OKLAB = np.array(
-    [
-        [0.210454, 0.793618, -0.004072],
-        [1.977998, -2.428592, 0.450594],
-        [0.025904, 0.782772, -0.808676],
-    ]
-)
+CONES = "0.412221 0.536333 0.051446   0.211903 0.680700 0.107397   0.088302 0.281719 0.629979"
+OKLAB = "0.210454 0.793618 -0.004072   1.977998 -2.428592 0.450594   0.025904 0.782772 -0.808676"
+
+
+def matrix(rows: str) -> np.ndarray:
+    return np.array(rows.split(), float).reshape(3, 3)
 
 
 def linear(colour: str) -> np.ndarray:
@@ -128,8 +111,9 @@ def linear(colour: str) -> np.ndarray:
     return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
 
 
-def seen(colour: str, sight: np.ndarray) -> np.ndarray:
-    return OKLAB @ np.cbrt(CONES @ np.clip(sight @ linear(colour), 0, 1))
+def seen(colour: str, sight: str) -> np.ndarray:
+    shown = np.clip(matrix(sight) @ linear(colour), 0, 1)
+    return matrix(OKLAB) @ np.cbrt(matrix(CONES) @ shown)
 
 
 @pytest.mark.parametrize("field", GROUNDS)

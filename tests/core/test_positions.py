@@ -17,7 +17,6 @@ from positions import (
     D,
     G,
     H,
-    Placed,
     across_blocks,
     arguments,
     backward,
@@ -130,7 +129,7 @@ def test_stamps_that_float32_made_alike_are_warned_of():
 
 
 @pytest.mark.parametrize("call", PLACED, ids=str)
-def test_near_to_far_equals_the_definition(call: Placed):
+def test_near_to_far_equals_the_definition(call):
     out, lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
     for tile, keys in ((2, 3), (16, 1)):
         visit = near_to_far.attention(
@@ -181,13 +180,13 @@ def test_near_to_far_leaves_out_no_more_than_it_says_where_the_bound_is_attained
     [*product(("dense", "sdpa"), PLACED), *product(("blocked", "cpu"), PLACED + LONG)],
     ids=str,
 )
-def test_torch_equals_the_definition_with_every_gradient(call: Placed, implementation):
+def test_torch_equals_the_definition_with_every_gradient(call, implementation):
     check_torch(call, implementation, torch.float64, 1e-11)
 
 
 @pytest.mark.parametrize("implementation", ("blocked", "cpu"))
 @pytest.mark.parametrize("call", LONG, ids=str)
-def test_torch_near_to_far_loses_no_digits_in_float32(call: Placed, implementation):
+def test_torch_near_to_far_loses_no_digits_in_float32(call, implementation):
     """Also a billion from 0: where a key stands counts from the tile that reads it."""
     check_torch(call, implementation, torch.float32, 2.0**-17)
 
@@ -198,7 +197,7 @@ HARD = [call for call in PLACED if "far" in call.name or call.name in LARGE]
 
 @pytest.mark.parametrize("implementation", ("dense", "sdpa", "blocked", "cpu"))
 @pytest.mark.parametrize("call", HARD, ids=str)
-def test_torch_loses_no_digits_to_large_positions_in_narrow_types(call: Placed, implementation):
+def test_torch_loses_no_digits_to_large_positions_in_narrow_types(call, implementation):
     """What all keys of a row lose alike does not round off what they differ by."""
     check_torch(call, implementation, torch.float32, 2.0**-17)
     arrays, given = arguments(call, torch.bfloat16)

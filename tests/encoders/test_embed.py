@@ -31,12 +31,12 @@ def write_encoder(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.fixture
-def encoder(tmp_path: Path) -> Path:
+def encoder(tmp_path):
     return write_encoder(tmp_path / "encoder")
 
 
 @pytest.fixture
-def words_encoder(tmp_path: Path) -> Path:
+def words_encoder(tmp_path):
     """An encoder whose tokens are words and parts of words, between [CLS] and [SEP]."""
     folder = write_encoder(tmp_path / "words", vocab_size=len(WORDS))
     vocabulary = {word: number for number, word in enumerate(WORDS)}
@@ -61,9 +61,7 @@ def assert_close(ours: Any, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_vectors_are_means_over_the_whole_document_and_over_its_spans(
-    encoder: Path, normalize: bool
-) -> None:
+def test_vectors_are_means_over_the_whole_document_and_over_its_spans(encoder, normalize):
     def expected(hidden: torch.Tensor) -> torch.Tensor:
         mean = hidden.mean(0)
         return mean / mean.norm() if normalize else mean
@@ -83,9 +81,7 @@ def test_vectors_are_means_over_the_whole_document_and_over_its_spans(
         np.testing.assert_allclose(plain.vector, one.vector, atol=1e-6)
 
 
-def test_forty_passages_of_20_000_tokens_come_from_one_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forty_passages_of_20_000_tokens_come_from_one_pass(tmp_path, monkeypatch):
     encoder = write_encoder(tmp_path / "encoder", train_length=512, num_hidden_layers=1)
     text = "to be or not to be, " * 1000
     hidden = alone(encoder, text)
@@ -105,7 +101,7 @@ def test_forty_passages_of_20_000_tokens_come_from_one_pass(
     assert_close(result.vector, hidden.mean(0))
 
 
-def test_a_span_holds_each_token_of_which_it_has_a_character(words_encoder: Path) -> None:
+def test_a_span_holds_each_token_of_which_it_has_a_character(words_encoder):
     #        0123456789012345678
     text = "  So far away. Near"
     tokens = [2, 4, 5, 6, 7, 9, 8, 3]
@@ -117,16 +113,14 @@ def test_a_span_holds_each_token_of_which_it_has_a_character(words_encoder: Path
     assert_close(result.span_vectors, torch.stack(expected).detach())
 
 
-def test_tokens_are_counted_without_cutting_a_character(encoder: Path) -> None:
+def test_tokens_are_counted_without_cutting_a_character(encoder):
     one, two = embed(encoder, ["ab\u00fccd e", "\u00fc\u20ac"], spans=3)
     assert one.spans == ((0, 2), (2, 5), (5, 7))  # the third token is half of a character
     assert two.spans == ((0, 1), (1, 2))
 
 
 @pytest.mark.parametrize("spans", [7, lambda text: [(0, 3), (1, len(text))]])
-def test_the_spans_that_were_found_give_the_same_vectors_when_given(
-    encoder: Path, spans: Any
-) -> None:
+def test_the_spans_that_were_found_give_the_same_vectors_when_given(encoder, spans):
     found = embed(encoder, TEXTS, spans=spans)
     # Anything that iterates over pairs of integers will do.
     for given in ([one.spans for one in found], [np.array(one.spans) for one in found]):
@@ -135,9 +129,7 @@ def test_the_spans_that_were_found_give_the_same_vectors_when_given(
             assert np.array_equal(again.span_vectors, one.span_vectors)
 
 
-def test_a_splitter_sees_what_is_read_and_its_spans_without_tokens_are_left_out(
-    words_encoder: Path,
-) -> None:
+def test_a_splitter_sees_what_is_read_and_its_spans_without_tokens_are_left_out(words_encoder):
     seen: list[str] = []
 
     def split(text: str) -> Any:
@@ -176,9 +168,7 @@ WAYS = "spans must be a number of tokens"
         ([[(4, 5)], [(0, 3)]], ValueError, r"spans must hold a token, got \(4, 5\) of doc.* 0"),
     ],
 )
-def test_refused_spans(
-    words_encoder: Path, spans: Any, error: type[Exception], message: str
-) -> None:
+def test_refused_spans(words_encoder, spans, error, message):
     with pytest.raises(error, match=f"^embed: .*{message}"):
         embed(words_encoder, ["far.   a", "far"], spans=spans)
 
@@ -200,14 +190,12 @@ def test_refused_spans(
         (["near", " "], {}, ValueError, "must have tokens, got none in document 1"),
     ],
 )
-def test_refused_arguments(
-    words_encoder: Path, documents: Any, options: Any, error: type[Exception], message: str
-) -> None:
+def test_refused_arguments(words_encoder, documents, options, error, message):
     with pytest.raises(error, match=f"embed: .*{message}"):
         embed(words_encoder, documents, **options)
 
 
-def test_refused_models(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_models(encoder, monkeypatch):
     model = SentenceTransformer(str(encoder), device="cpu")
     with torch.no_grad():
         model[0].auto_model.embeddings.words.weight[ord("Z")] = 3e38  # its sum is not finite

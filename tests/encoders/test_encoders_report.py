@@ -4,7 +4,6 @@ import json
 import math
 import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -41,7 +40,7 @@ def records() -> list[dict[str, object]]:
 
 
 @pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch):
+def report(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT / "evidence" / "runs"), *sys.path])
     import encoders_report
 
@@ -50,7 +49,7 @@ def report(monkeypatch: pytest.MonkeyPatch):
         sys.modules.pop(name, None)
 
 
-def test_the_report_says_what_the_records_say(report, tmp_path: Path) -> None:
+def test_the_report_says_what_the_records_say(report, tmp_path):
     kept, document = tmp_path / "encoders.jsonl", tmp_path / "encoders.md"
     kept.write_text("".join(json.dumps(record) + "\n" for record in records()))
     document.write_text((ROOT / "docs" / "results" / "encoders.md").read_text())
@@ -74,6 +73,6 @@ def test_the_report_says_what_the_records_say(report, tmp_path: Path) -> None:
     assert ", before | 0.5000 ± 0.0000 | 0.3750 ± 0.1250 |" in text
 
 
-def test_a_seed_that_a_method_lacks_is_left_out(report) -> None:
+def test_a_seed_that_a_method_lacks_is_left_out(report):
     rows = [r for r in records() if (r.get("method"), r.get("seed")) != ("rotary", 2)]
     assert report.Found(rows).seeds == {"stdlib": [1]}

@@ -168,7 +168,7 @@ def texts() -> tuple[Tensor, Tensor, Tensor]:
 @each_family
 @pytest.mark.parametrize("prefix", ["bert.", ""])
 @torch.no_grad()
-def test_every_head(family: str, prefix: str, tmp_path: Path) -> None:
+def test_every_head(family, prefix, tmp_path):
     ids, mask, types = texts()
     masked = original_weights(family, prefix=prefix)
     labelled = masked | original_weights(family, masked=False, prefix=prefix)
@@ -198,7 +198,7 @@ def masked_model(**changes: Any) -> LinbiasBertForMaskedLM:
     return LinbiasBertForMaskedLM(LinbiasBertConfig(**{**sizes, "hidden_dropout": 0.0, **changes}))
 
 
-def test_training_leaves_padding_out_and_checkpointing_changes_nothing() -> None:
+def test_training_leaves_padding_out_and_checkpointing_changes_nothing():
     model = masked_model().train()
     ids, mask, _ = texts()
     labels = ids.masked_fill(mask == 0, -100)
@@ -213,7 +213,7 @@ def test_training_leaves_padding_out_and_checkpointing_changes_nothing() -> None
 
 
 @torch.no_grad()
-def test_attention_weights_and_hidden_states() -> None:
+def test_attention_weights_and_hidden_states():
     model = masked_model().eval()
     ids, mask, _ = texts()
     outputs = model.encoder(
@@ -227,7 +227,7 @@ def test_attention_weights_and_hidden_states() -> None:
 
 
 @torch.no_grad()
-def test_packed_texts_have_the_attention_weights_of_each_alone() -> None:
+def test_packed_texts_have_the_attention_weights_of_each_alone():
     sizes = {"vocab_size": VOCABULARY, "hidden_size": SIZE, "intermediate_size": INNER}
     config = LinbiasBertConfig(**sizes, num_attention_heads=HEADS, pooler=True)
     model = LinbiasBertForSequenceClassification(config).eval()
@@ -248,9 +248,7 @@ def test_packed_texts_have_the_attention_weights_of_each_alone() -> None:
 
 
 @torch.no_grad()
-def test_the_feed_forward_part_of_many_tokens_is_computed_in_chunks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_feed_forward_part_of_many_tokens_is_computed_in_chunks(monkeypatch):
     model = masked_model().eval()
     ids = torch.arange(1, 12)[None].repeat(2, 1)
     mask = torch.ones_like(ids)
@@ -268,7 +266,7 @@ def test_the_feed_forward_part_of_many_tokens_is_computed_in_chunks(
     assert min(seen) > 4, "gradients keep everything anyway"
 
 
-def test_split_over_devices(tmp_path: Path) -> None:
+def test_split_over_devices(tmp_path):
     """Layers that lie on disk, and what a layer on another device is given."""
     model = masked_model().eval()
     model.save_pretrained(tmp_path / "a")
@@ -287,7 +285,7 @@ def test_split_over_devices(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @torch.no_grad()
-def test_compiled_with_padding() -> None:
+def test_compiled_with_padding():
     model = masked_model().eval()
     ids, mask, _ = texts()
     expected = model(ids, attention_mask=mask).logits
@@ -297,7 +295,7 @@ def test_compiled_with_padding() -> None:
 
 
 @torch.no_grad()
-def test_longer_than_trained_and_scaled() -> None:
+def test_longer_than_trained_and_scaled():
     """Half the slopes of a text twice as long as trained on."""
     long = torch.randint(VOCABULARY, (1, 200))
     models = []
@@ -310,7 +308,7 @@ def test_longer_than_trained_and_scaled() -> None:
 
 
 @each_family
-def test_converted_and_back(family: str, tmp_path: Path) -> None:
+def test_converted_and_back(family, tmp_path):
     config, weights = original_config(family), original_weights(family)
     folder = write_folder(tmp_path / "original", config, weights)
     remote = {"auto_map": {"AutoTokenizer": "code.X"}, "a": 1}
@@ -338,9 +336,7 @@ def test_converted_and_back(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", [[], ["new"], ["new", "new/ours"]])
 @pytest.mark.parametrize("damaged", ["model.safetensors", "tokenizer_config.json"])
-def test_converting_that_fails_leaves_no_folder(
-    damaged: str, there: list[str], tmp_path: Path
-) -> None:
+def test_converting_that_fails_leaves_no_folder(damaged, there, tmp_path):
     folder = original(tmp_path / "original")
     if damaged == "model.safetensors":
         weights = original_weights("jina")
@@ -356,7 +352,7 @@ def test_converting_that_fails_leaves_no_folder(
     assert [name for name in left if "original" not in name] == there
 
 
-def test_a_classifier_has_the_classes_that_its_folder_counts(tmp_path: Path) -> None:
+def test_a_classifier_has_the_classes_that_its_folder_counts(tmp_path):
     weights = original_weights("jina", masked=False)
     weights |= {name: x[:1] for name, x in weights.items() if name.startswith("classifier.")}
     config = original_config("jina", num_labels=1, id2label=None)
@@ -364,7 +360,7 @@ def test_a_classifier_has_the_classes_that_its_folder_counts(tmp_path: Path) -> 
     assert load(tmp_path / "ours", task="sequence").config.num_labels == 1
 
 
-def test_sentence_transformers_loads_a_converted_jina(tmp_path: Path) -> None:
+def test_sentence_transformers_loads_a_converted_jina(tmp_path):
     sentence_transformers = pytest.importorskip("sentence_transformers")
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -390,7 +386,7 @@ def test_sentence_transformers_loads_a_converted_jina(tmp_path: Path) -> None:
         assert torch.allclose(torch.as_tensor(vector), hidden[0].mean(0), atol=1e-5)
 
 
-def test_a_mistyped_name_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_name_is_answered_at_once(monkeypatch):
     """Where the Hub cannot be reached, nothing tries to for half a minute."""
 
     def unreachable() -> None:
@@ -421,7 +417,7 @@ def test_a_mistyped_name_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) ->
         ("pytorch_model.bin.index.json", b"{}", r"bin.index.json is damaged"),
     ],
 )
-def test_damaged_files(file: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_damaged_files(file, content, message, tmp_path):
     folder = original(tmp_path)
     if file != "config.json":
         (folder / "model.safetensors").unlink()
@@ -434,7 +430,7 @@ def without(weights: dict[str, Tensor], *parts: str) -> dict[str, Tensor]:
     return {name: x for name, x in weights.items() if not any(part in name for part in parts)}
 
 
-def test_a_new_head(tmp_path: Path) -> None:
+def test_a_new_head(tmp_path):
     bare = without(original_weights("jina"), "cls.", "pooler")
     folder = write_folder(tmp_path / "jina", original_config("jina"), bare)
     lacks = r"lacks classifier.bias, classifier.weight, .*pooler.bias, .*4 in all"
@@ -468,7 +464,7 @@ def test_a_new_head(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refused_configurations(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_refused_configurations(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         load(original(tmp_path, **changes))
 
@@ -477,15 +473,13 @@ def test_refused_configurations(changes: dict[str, Any], message: str, tmp_path:
     ("name", "message"),
     [("bert.more", "more"), ("cls.predictions.decoder.weight", "decoder.weight")],
 )
-def test_unknown_weights_and_an_untied_decoder_are_refused(
-    name: str, message: str, tmp_path: Path
-) -> None:
+def test_unknown_weights_and_an_untied_decoder_are_refused(name, message, tmp_path):
     weights = original_weights("mosaic") | {name: torch.randn(VOCABULARY, SIZE)}
     with pytest.raises(ValueError, match=f"has unknown weights: {message}"):
         load(write_folder(tmp_path, original_config("mosaic"), weights), task="masked")
 
 
-def test_refused_folders(tmp_path: Path) -> None:
+def test_refused_folders(tmp_path):
     with pytest.raises(ValueError, match=r"folder must be a folder with a config.json"):
         load(tmp_path)
     folder, own = original(tmp_path / "x", "mosaic"), tmp_path / "own"
@@ -507,7 +501,7 @@ GOLDEN_FAMILIES = ("mosaicbert", "dnabert2", "jina-bert-v2", "jina-bert-v2-code"
 @needs_released
 @pytest.mark.parametrize("family", GOLDEN_FAMILIES)
 @torch.no_grad()
-def test_golden_data(family: str, tmp_path: Path) -> None:
+def test_golden_data(family, tmp_path):
     """Every case of the original code: hidden states, logits, mean, pooler, classifier."""
     for case in sorted((RELEASED / family).iterdir()):
         expected = load_file(case / "expected.safetensors")
@@ -541,7 +535,7 @@ def test_golden_data(family: str, tmp_path: Path) -> None:
 @pytest.mark.thorough
 @needs_released
 @torch.no_grad()
-def test_golden_data_in_bfloat16() -> None:
+def test_golden_data_in_bfloat16():
     """Nearer to the float32 truth than the reference, or as near as dense attention is here.
 
     Processors round bfloat16 differently, and the reference ran on another.
@@ -568,7 +562,7 @@ def at_positions(x: Tensor, mask: Tensor, name: str, expected: dict[str, Tensor]
 
 
 @each_family
-def test_names_go_there_and_back(family: str) -> None:
+def test_names_go_there_and_back(family):
     weights = original_weights(family)
     back = to_original(to_ours(weights, family), family, "bert.")
     assert back.keys() == weights.keys()

@@ -74,17 +74,6 @@ def test_a_message_of_any_length_leaves_the_slider_free(open_state):
     assert message["y"] >= slider["y"] + slider["height"]
 
 
-def test_paper_keeps_the_colours_that_are_data(open_state):
-    page = open_state()
-    page.emulate_media(media="print")
-    for mark in (".row-table .track", ".legend .positive", ".heat-area canvas"):
-        style = page.locator(mark).first.evaluate(
-            "mark => getComputedStyle(mark).printColorAdjust"
-        )
-        assert style == "exact", mark
-    page.emulate_media(media="screen")
-
-
 def test_the_legend_says_where_colours_end_before_the_numbers(open_state):
     page = open_state()
     ends = page.locator(".legend span:first-child")

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ def assert_bounded(layer: GrowingLayer) -> None:
 
 
 @torch.no_grad()
-def test_it_holds_what_was_appended() -> None:
+def test_it_holds_what_was_appended():
     layer = GrowingLayer()
     parts = [grow(layer, length) for length in (5, 1, 0, 1, 200, 3)]
     for held, appended in zip((layer.keys, layer.values), zip(*parts, strict=True), strict=True):
@@ -45,7 +44,7 @@ def pickled(layer: GrowingLayer) -> GrowingLayer:
 
 @pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickled])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_copies_of_a_layer_grow_apart(mode: Any, make_copy: Any) -> None:
+def test_copies_of_a_layer_grow_apart(mode, make_copy):
     with mode():
         first = GrowingLayer()
         start = grow(first, 5)
@@ -63,7 +62,7 @@ def test_copies_of_a_layer_grow_apart(mode: Any, make_copy: Any) -> None:
 @pytest.mark.parametrize("writes", [1, 2, 3, 4])
 @pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickled])
 @torch.no_grad()
-def test_copies_that_are_written_to_are_bounded_anew(make_copy: Any, writes: int) -> None:
+def test_copies_that_are_written_to_are_bounded_anew(make_copy, writes):
     """PyTorch counts changes of a new tensor anew: they may meet the original's count."""
     first = GrowingLayer()
     for _ in range(4):
@@ -77,7 +76,7 @@ def test_copies_that_are_written_to_are_bounded_anew(make_copy: Any, writes: int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 1e-25])
-def test_the_bound_is_rounded_up(dtype: torch.dtype, size: float) -> None:
+def test_the_bound_is_rounded_up(dtype, size):
     """Where squares of keys vanish, too."""
     keys = (size * torch.randn(1, 300, 1, 100)).to(dtype)
     layer = GrowingLayer()
@@ -116,7 +115,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_replaced_contents_are_kept_and_bounded_anew(mode: Any, change: str) -> None:
+def test_replaced_contents_are_kept_and_bounded_anew(mode, change):
     if mode is torch.inference_mode and change == WRITE:
         return  # PyTorch does not tell that such a tensor was written to
     with mode():
@@ -136,7 +135,7 @@ def test_replaced_contents_are_kept_and_bounded_anew(mode: Any, change: str) -> 
         assert_bounded(layer)
 
 
-def test_layers_go_from_one_mode_to_another() -> None:
+def test_layers_go_from_one_mode_to_another():
     layer = GrowingLayer()
     held = []
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
@@ -148,7 +147,7 @@ def test_layers_go_from_one_mode_to_another() -> None:
 
 
 @torch.no_grad()
-def test_only_growing_layers_tell_a_bound() -> None:
+def test_only_growing_layers_tell_a_bound():
     layer = DynamicLayer()
     grow(layer, 2)
     assert key_bound(layer) is None
@@ -156,7 +155,7 @@ def test_only_growing_layers_tell_a_bound() -> None:
 
 
 @torch.no_grad()
-def test_a_compiled_step_grows_the_cache_and_asks_for_no_bound() -> None:
+def test_a_compiled_step_grows_the_cache_and_asks_for_no_bound():
     torch._dynamo.reset()
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -176,7 +175,7 @@ def test_a_compiled_step_grows_the_cache_and_asks_for_no_bound() -> None:
     assert_bounded(layer)
 
 
-def test_gradients_reach_keys_in_the_cache() -> None:
+def test_gradients_reach_keys_in_the_cache():
     layer = GrowingLayer()
     old, new = torch.randn(2, 1, 1, 3, 5, requires_grad=True).unbind()
     layer.update(old, old)
@@ -188,7 +187,7 @@ def test_gradients_reach_keys_in_the_cache() -> None:
 
 
 @torch.no_grad()
-def test_only_empty_layers_of_the_usual_kind_are_replaced() -> None:
+def test_only_empty_layers_of_the_usual_kind_are_replaced():
     lazy, filled, offloaded = DynamicCache(), DynamicCache(config=settings()), DynamicCache()
     filled.update(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2, 3), 0)
     offloaded.offloading = True
@@ -201,7 +200,7 @@ def test_only_empty_layers_of_the_usual_kind_are_replaced() -> None:
 
 
 @torch.no_grad()
-def test_cache_grows_in_place_and_never_writes_over_what_somebody_may_hold() -> None:
+def test_cache_grows_in_place_and_never_writes_over_what_somebody_may_hold():
     model = build(num_hidden_layers=1)
     ids = tokens(2, 40)
     cache = model(ids[:, :9], use_cache=True).past_key_values

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ each_family = pytest.mark.parametrize("make", [bloom, mpt, FALCON_OF_TWO])
 
 
 @pytest.fixture
-def exact_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def exact_reference(monkeypatch):
     """Transformers without rounding in Falcon, and with alibi_bias_max in MPT."""
 
     def unrounded(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
@@ -106,7 +105,7 @@ def by_row(weights: Tensor, mask: Tensor) -> Tensor:
 @each_model
 @pytest.mark.parametrize("padded", ["left", "right", "nowhere"])
 @torch.no_grad()
-def test_logits(make: Any, padded: str, exact_reference: None) -> None:
+def test_logits(make, padded, exact_reference):
     reference, fused = pair(make)
     ids, mask = batch(padded=padded)
     given = None if padded == "nowhere" else mask
@@ -120,7 +119,7 @@ WIDE = {"vocab_size": VOCABULARY, "new_decoder_architecture": True, "num_kv_head
 
 @pytest.mark.parametrize("make", [bloom, partial(existing, "falcon", 12, **WIDE)])
 @torch.no_grad()
-def test_rounding_of_the_checkpoint(make: Any) -> None:
+def test_rounding_of_the_checkpoint(make):
     reference, fused = pair(make, rounding="checkpoint")
     exact = fuse(copy.deepcopy(reference))
     ids, mask = batch(300)
@@ -131,9 +130,7 @@ def test_rounding_of_the_checkpoint(make: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_bound_on_keys_covers_what_rounding_adds_to_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bound_on_keys_covers_what_rounding_adds_to_them(monkeypatch):
     """Else decoding would leave keys unread that matter."""
     fused = pair(FALCON_OF_TWO, rounding="checkpoint")[1].bfloat16()
     attend, given = positions.attention, []
@@ -149,7 +146,7 @@ def test_a_bound_on_keys_covers_what_rounding_adds_to_them(
 
 
 @torch.no_grad()
-def test_bfloat16_bloom_is_nearer_to_float32_than_the_reference() -> None:
+def test_bfloat16_bloom_is_nearer_to_float32_than_the_reference():
     reference, fused = pair(bloom)
     ids, mask = batch(300)
     truth = reference(ids, attention_mask=mask).logits
@@ -169,7 +166,7 @@ def test_bfloat16_bloom_is_nearer_to_float32_than_the_reference() -> None:
     ids=["bloom", "mpt", "falcon"],
 )
 @torch.no_grad()
-def test_bfloat16_of_short_texts(make: Any, most: float) -> None:
+def test_bfloat16_of_short_texts(make, most):
     """Median of 64 texts of 17 tokens: in a single one what other layers round drowns it.
 
     Falcon's reference adds its scores up in float32, as ours does, and so is as near.
@@ -184,7 +181,7 @@ def test_bfloat16_of_short_texts(make: Any, most: float) -> None:
 
 
 @each_model
-def test_gradients_with_and_without_checkpointing(make: Any, exact_reference: None) -> None:
+def test_gradients_with_and_without_checkpointing(make, exact_reference):
     reference, fused = pair(make)
     ids, mask = batch(padded="right")
     labels = ids.masked_fill(mask == 0, -100)
@@ -199,7 +196,7 @@ def test_gradients_with_and_without_checkpointing(make: Any, exact_reference: No
 
 
 @pytest.mark.parametrize("place", ["attention_dropout", "hidden_dropout"])
-def test_dropout(place: str) -> None:
+def test_dropout(place):
     _, fused = pair(lambda: bloom(**{place: 0.4}))
     ids, _ = batch()
     calm = fused(ids).logits
@@ -223,7 +220,7 @@ GENERATION: dict[str, dict[str, Any]] = {
 
 @each_family
 @pytest.mark.parametrize("options", GENERATION.values(), ids=GENERATION)
-def test_generation(make: Any, options: dict[str, Any], exact_reference: None) -> None:
+def test_generation(make, options, exact_reference):
     reference, fused = pair(make)
     ids, mask = batch()
     options = {**GREEDY, "attention_mask": mask, **options}
@@ -236,7 +233,7 @@ def test_generation(make: Any, options: dict[str, Any], exact_reference: None) -
 
 
 @torch.no_grad()
-def test_a_static_cache_without_a_mask() -> None:
+def test_a_static_cache_without_a_mask():
     """Its keys beyond the tokens are no tokens."""
     _, fused = pair(mpt)
     ids, _ = batch()
@@ -247,7 +244,7 @@ def test_a_static_cache_without_a_mask() -> None:
 
 
 @each_family
-def test_assisted_generation(make: Any, exact_reference: None) -> None:
+def test_assisted_generation(make, exact_reference):
     """By a smaller model, and by looking the next tokens up in the prompt."""
     reference, fused = pair(make)
     torch.manual_seed(7)
@@ -260,7 +257,7 @@ def test_assisted_generation(make: Any, exact_reference: None) -> None:
 
 @pytest.mark.parametrize("make", [bloom, MODELS["mpt, alibi_bias_max 16"], FALCON_OF_TWO])
 @torch.no_grad()
-def test_attention_weights(make: Any, exact_reference: None) -> None:
+def test_attention_weights(make, exact_reference):
     reference, fused = pair(make)
     ids, mask = batch()
     plain = fused(ids, attention_mask=mask).logits
@@ -277,7 +274,7 @@ def test_attention_weights(make: Any, exact_reference: None) -> None:
 
 
 @torch.no_grad()
-def test_mpt_reads_beyond_its_declared_length(exact_reference: None) -> None:
+def test_mpt_reads_beyond_its_declared_length(exact_reference):
     reference, fused = pair(mpt)
     ids, _ = batch(60)
     with pytest.raises(RuntimeError):
@@ -287,7 +284,7 @@ def test_mpt_reads_beyond_its_declared_length(exact_reference: None) -> None:
 
 
 @torch.no_grad()
-def test_falcon_caches_shared_keys_once() -> None:
+def test_falcon_caches_shared_keys_once():
     _, fused = pair(FALCON_OF_TWO)
     cache = fused(batch()[0], use_cache=True).past_key_values
     assert cache.layers[0].keys.shape == (2, 2, 20, 8)
@@ -295,7 +292,7 @@ def test_falcon_caches_shared_keys_once() -> None:
 
 
 @torch.no_grad()
-def test_no_mask_or_bias_of_query_times_key_is_made() -> None:
+def test_no_mask_or_bias_of_query_times_key_is_made():
     """32,768 tokens would need 24 GiB for one such tensor."""
     torch.manual_seed(0)
     model = fuse(BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=24, n_head=6, n_layer=1)))
@@ -304,7 +301,7 @@ def test_no_mask_or_bias_of_query_times_key_is_made() -> None:
 
 
 @torch.no_grad()
-def test_slope_scale(exact_reference: None) -> None:
+def test_slope_scale(exact_reference):
     """Half the slopes of a text twice as long as trained on."""
     _, fused = pair(mpt, slope_scale="interpolate", train_length=30)
     _, halved = pair(mpt, slope_scale=0.5)
@@ -325,9 +322,7 @@ HELD = {
 
 @pytest.mark.parametrize(("make", "held", "rows", "columns"), HELD.values(), ids=HELD)
 @torch.no_grad()
-def test_heads_of_one_process_have_their_slopes(
-    make: Any, held: dict[str, int], rows: slice, columns: slice
-) -> None:
+def test_heads_of_one_process_have_their_slopes(make, held, rows, columns):
     """The heads that a process holds of a model split by heads run as they do in the whole."""
     _, whole = pair(make)
     ids, _ = batch(40)
@@ -352,9 +347,7 @@ def test_heads_of_one_process_have_their_slopes(
 
 @each_model
 @torch.no_grad()
-def test_a_saved_model_is_fused_by_load_and_where_it_is_asked_for(
-    make: Any, tmp_path: Path
-) -> None:
+def test_a_saved_model_is_fused_by_load_and_where_it_is_asked_for(make, tmp_path):
     reference, fused = pair(make)
     assert list(fused.state_dict()) == list(reference.state_dict())
     fused.save_pretrained(tmp_path)
@@ -383,7 +376,7 @@ def is_fused(model: Any) -> bool:
 
 @pytest.mark.parametrize(("make", "layers"), [(bloom, "h"), (mpt, "blocks"), (FALCON_OF_TWO, "h")])
 @torch.no_grad()
-def test_split_over_devices(make: Any, layers: str, tmp_path: Path) -> None:
+def test_split_over_devices(make, layers, tmp_path):
     """Layers that lie on disk, and a model without numbers."""
     _, fused = pair(make)
     fused.save_pretrained(tmp_path / "a")
@@ -403,7 +396,7 @@ def test_split_over_devices(make: Any, layers: str, tmp_path: Path) -> None:
 
 @each_model
 @torch.no_grad()
-def test_unfuse(make: Any) -> None:
+def test_unfuse(make):
     reference, fused = pair(make)
     ids, mask = batch()
     unfuse(fused)
@@ -416,7 +409,7 @@ def test_unfuse(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [bloom, falcon, mpt])
 @torch.no_grad()
-def test_fusing_a_model_changes_no_other_of_its_configuration(make: Any) -> None:
+def test_fusing_a_model_changes_no_other_of_its_configuration(make):
     student = make().eval()
     teacher = type(student)(student.config).eval()
     ids, mask = batch()
@@ -438,7 +431,7 @@ def ours() -> LinbiasForCausalLM:
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [bloom, falcon, mpt, ours])
 @torch.no_grad()
-def test_padded_prompts_go_on_compiled_with_a_static_cache(make: Any) -> None:
+def test_padded_prompts_go_on_compiled_with_a_static_cache(make):
     """Steps by `generate` itself, once, and by Transformers' recipe, `forward` in one graph."""
     torch._dynamo.reset()
     counters.clear()
@@ -485,12 +478,12 @@ INSTEAD = r"fuse: model must contain .*got Module: linbias.models.load\(folder\)
         (lambda: remote("JinaBertModel"), INSTEAD),
     ],
 )
-def test_refused_models(make: Any, message: str) -> None:
+def test_refused_models(make, message):
     with pytest.raises(ValueError, match=message):
         fuse(make())
 
 
-def test_what_is_no_model_and_what_is_not_fused_are_refused() -> None:
+def test_what_is_no_model_and_what_is_not_fused_are_refused():
     with pytest.raises(TypeError, match=r"fuse: model must be a Transformers model, got str"):
         fuse("bloom")
     with pytest.raises(ValueError, match=r"unfuse: model must be fused"):
@@ -530,14 +523,14 @@ def test_what_is_no_model_and_what_is_not_fused_are_refused() -> None:
         ({"implementation": "fastest"}, r"implementation must be one of .*got 'fastest'"),
     ],
 )
-def test_refused_options(options: dict[str, Any], message: str) -> None:
+def test_refused_options(options, message):
     model = bloom()
     with pytest.raises(ValueError, match=f"fuse: {message}"):
         fuse(model, **options)
     assert not hasattr(model.transformer, "unfused_implementation")
 
 
-def test_a_layer_that_does_not_know_the_mask_says_so() -> None:
+def test_a_layer_that_does_not_know_the_mask_says_so():
     _, fused = pair(bloom)
     alien = fused.transformer.h[0].self_attention
     forward = {"forward": lambda *_, attention_mask, **__: attention_mask + torch.ones(1)}
@@ -547,7 +540,7 @@ def test_a_layer_that_does_not_know_the_mask_says_so() -> None:
         fused(batch()[0])
 
 
-def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_version_is_refused(monkeypatch):
     monkeypatch.setattr(FAMILIES["bloom"].attention, "forward", lambda self, hidden, rope: None)
     said = r"BloomAttention of transformers .* takes self, hidden, rope"
     with pytest.raises(ValueError, match=said):
@@ -572,7 +565,7 @@ def released(family: str, texts: tuple[str, ...], **options: Any) -> Iterator[An
 @needs_released
 @pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "baichuan"])
 @torch.no_grad()
-def test_golden_data(family: str) -> None:
+def test_golden_data(family):
     """Every case of the released code: logits, a padded batch, a greedy continuation."""
     texts = ("T17", "T129", "T700", "right")
     for fused, logits, truth, expected, (name, exact) in released(family, texts):
@@ -586,7 +579,7 @@ def test_golden_data(family: str) -> None:
 @needs_released
 @pytest.mark.parametrize("family", ["bloom", "mpt", "falcon"])
 @torch.no_grad()
-def test_golden_data_in_bfloat16(family: str) -> None:
+def test_golden_data_in_bfloat16(family):
     """Nearer to the float32 truth than the reference; for shorter texts see above."""
     cases = released(family, ("T129", "T700"), dtype=torch.bfloat16)
     for _, ours, truth, expected, (name, _) in cases:

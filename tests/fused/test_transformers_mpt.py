@@ -115,7 +115,7 @@ def plain(w: dict[str, Tensor], config: dict[str, Any], ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("case", "attention"), ATTENTION.items(), ids=ATTENTION)
 @torch.no_grad()
-def test_attention_of_llm_foundry(case: str, attention: dict[str, Any]) -> None:
+def test_attention_of_llm_foundry(case, attention):
     golden = load_file(GOLDEN)
     own = {n.removeprefix(f"{case}."): x for n, x in golden.items() if n.startswith(case)}
     expected = own.pop("out")
@@ -148,7 +148,7 @@ FOLDERS = {
 
 @pytest.mark.parametrize("config", FOLDERS.values(), ids=FOLDERS)
 @torch.no_grad()
-def test_original_folders(config: dict[str, Any], tmp_path: Path) -> None:
+def test_original_folders(config, tmp_path):
     """Logits longer than trained, of a padded row, with a cache; and saved as it came."""
     tensors = weights(config)
     model = load(write_folder(tmp_path / "a", config, tensors))
@@ -175,7 +175,7 @@ def test_original_folders(config: dict[str, Any], tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_plain_models_go_to_transformers_and_come_from_it(tmp_path: Path) -> None:
+def test_plain_models_go_to_transformers_and_come_from_it(tmp_path):
     sizes = {"vocab_size": VOCABULARY, "d_model": SIZE, "n_heads": HEADS, "n_layers": 2}
     config = LinbiasMptConfig(**sizes, no_bias=True, attn_config={"alibi": True})
     model = LinbiasMptForCausalLM(config).eval()
@@ -187,7 +187,7 @@ def test_plain_models_go_to_transformers_and_come_from_it(tmp_path: Path) -> Non
     assert type(load(released)) is MptForCausalLM
 
 
-def test_training_and_generation() -> None:
+def test_training_and_generation():
     config = LinbiasMptConfig.from_dict(FOLDERS["grouped, norms, biases"])
     model = LinbiasMptForCausalLM(config)
     ids = torch.randint(VOCABULARY, (2, 12))
@@ -200,7 +200,7 @@ def test_training_and_generation() -> None:
 
 
 @pytest.mark.parametrize("ours", [False, True])
-def test_a_change_within_attn_config_leaves_its_other_fields(ours: bool, tmp_path: Path) -> None:
+def test_a_change_within_attn_config_leaves_its_other_fields(ours, tmp_path):
     said = {"alibi": True, "clip_qkv": 0.5, "softmax_scale": 0.1}
     sizes = {"vocab_size": 61, "d_model": 48, "n_heads": 6, "n_layers": 1, "attn_config": said}
     model: Any = MptForCausalLM(MptConfig(**sizes))
@@ -225,7 +225,7 @@ def test_a_change_within_attn_config_leaves_its_other_fields(ours: bool, tmp_pat
         ({"clip_qkv": "6"}, r"clip_qkv must be None or a positive number of float32, got '6'"),
     ],
 )
-def test_refused_attention(attention: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_refused_attention(attention, message, tmp_path):
     test_refused_configurations(original(attention), message, tmp_path)
 
 
@@ -241,13 +241,13 @@ def test_refused_attention(attention: dict[str, Any], message: str, tmp_path: Pa
         ({"logit_scale": "big"}, r"logit_scale must be None, 'inv_sqrt_d_model' or a positive"),
     ],
 )
-def test_refused_configurations(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_refused_configurations(changes, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(original() | changes))
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
 
 
-def test_weights_that_contradict_the_configuration(tmp_path: Path) -> None:
+def test_weights_that_contradict_the_configuration(tmp_path):
     config = original({"qk_ln": True})
     tensors = weights(config)
     less = {name: x for name, x in tensors.items() if "1.ffn" not in name}
@@ -275,9 +275,7 @@ def test_weights_that_contradict_the_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [{"logit_scale": 0.5}, {"no_bias": False}, {"norm_eps": 1e-3}])
-def test_the_class_of_transformers_is_refused_where_it_leaves_something_out(
-    part: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_class_of_transformers_is_refused_where_it_leaves_something_out(part, tmp_path):
     config = original(**part, attn_config={"alibi": True})
     model = AutoModelForCausalLM.from_pretrained(
         write_folder(tmp_path, config, weights(original()))
@@ -288,7 +286,7 @@ def test_the_class_of_transformers_is_refused_where_it_leaves_something_out(
 
 
 @torch.no_grad()
-def test_it_is_always_fused() -> None:
+def test_it_is_always_fused():
     """`unfuse` undoes the options of `fuse`, and no more."""
     model = LinbiasMptForCausalLM(LinbiasMptConfig.from_dict(original())).eval()
     ids = torch.arange(30)[None]

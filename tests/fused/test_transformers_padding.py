@@ -37,9 +37,7 @@ def start_of(layout: TokenLayout) -> list[int] | None:
     ids=str,
 )
 @pytest.mark.parametrize("num_cached", [0, 2, 4])
-def test_each_kind_of_padding(
-    row: list[int], range_: list[int] | None, positions: list[int], num_cached: int
-) -> None:
+def test_each_kind_of_padding(row, range_, positions, num_cached):
     padding = read([row, [0, 0, 0, 1, 1]], num_cached)
     first, end = padding.keys[0].span[0].tolist()
     assert [first, end] == range_ or (range_ is None and first == end)
@@ -47,7 +45,7 @@ def test_each_kind_of_padding(
     assert padding.positions[0].tolist() == positions[num_cached:]
 
 
-def test_a_mask_may_be_as_long_as_the_room_of_a_static_cache() -> None:
+def test_a_mask_may_be_as_long_as_the_room_of_a_static_cache():
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
     cache = StaticCache(settings(), max_cache_len=7)
     longer = fill_room(mask, cache)
@@ -63,7 +61,7 @@ def test_a_mask_may_be_as_long_as_the_room_of_a_static_cache() -> None:
         read_attention_mask("model", longer, ids, 1)
 
 
-def test_rows_with_holes_have_an_order_in_which_tokens_stand_together() -> None:
+def test_rows_with_holes_have_an_order_in_which_tokens_stand_together():
     layout = read([[0, 1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1, 0]], 2, allows_holes=True)
     assert layout.positions.tolist() == [[1, 1, 1, 2, 3], [2, 3, 4, 5, 5]]
     assert layout.keys[0].span.tolist() == [[0, 4], [0, 6]]
@@ -79,13 +77,13 @@ def test_rows_with_holes_have_an_order_in_which_tokens_stand_together() -> None:
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(2, 5), torch.full((2, 5), True)])
-def test_without_padding_there_is_no_range(mask: Tensor | None) -> None:
+def test_without_padding_there_is_no_range(mask):
     padding = read_attention_mask("model", mask, torch.zeros(2, 3), num_cached=2)
     assert padding.are_last and start_of(padding) is None
     assert padding.positions.tolist() == [[2, 3, 4]]
 
 
-def test_the_last_queries_stand_where_they_stood() -> None:
+def test_the_last_queries_stand_where_they_stood():
     padding = read([[0, 1, 1, 1], [1, 1, 1, 0]]).last_queries(2)
     assert padding.positions.tolist() == [[1, 2], [2, 2]]
     assert start_of(padding) == [2, 2]
@@ -104,12 +102,12 @@ SHAPE = r"have shape \[B, S\]"
         *((torch.ones(shape), SHAPE) for shape in ([2, 4], [1, 5], [2, 1, 5, 5], [5])),
     ],
 )
-def test_gaps_and_other_shapes_are_refused(mask: Tensor, message: str) -> None:
+def test_gaps_and_other_shapes_are_refused(mask, message):
     with pytest.raises(ValueError, match=rf"^model: attention_mask must {message}"):
         read_attention_mask("model", mask, torch.zeros(2, 3), num_cached=2)
 
 
-def test_a_graph_that_allows_no_holes_refuses_them_when_it_runs() -> None:
+def test_a_graph_that_allows_no_holes_refuses_them_when_it_runs():
     torch._dynamo.reset()
     ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
 
@@ -131,9 +129,7 @@ def test_a_graph_that_allows_no_holes_refuses_them_when_it_runs() -> None:
 @both_families
 @pytest.mark.parametrize("implementation", ["auto", "dense", "blocked"])
 @torch.no_grad()
-def test_padding_on_either_side_leaves_tokens_alone(
-    make: Any, position: str, draw: Any, implementation: str
-) -> None:
+def test_padding_on_either_side_leaves_tokens_alone(make, position, draw, implementation):
     model = make(position=position, attention_implementation=implementation)
     ids, mask = draw(2, 15), torch.ones(2, 15)
     mask[0, :4] = 0
@@ -144,7 +140,7 @@ def test_padding_on_either_side_leaves_tokens_alone(
 
 
 @torch.no_grad()
-def test_padding_on_the_right_takes_no_row_of_the_learned_table() -> None:
+def test_padding_on_the_right_takes_no_row_of_the_learned_table():
     model = build(position="learned", train_length=12)
     ids, mask = tokens(1, 15), torch.ones(1, 15)
     mask[:, 12:] = 0

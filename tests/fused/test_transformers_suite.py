@@ -7,7 +7,6 @@ of this name hold against Transformers.
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -339,7 +338,7 @@ def bloom_at_once(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "family"), bloom_at_once(CASES))
-def test_a_fused_model_answers_as_the_model_did(name: str, family: str) -> None:
+def test_a_fused_model_answers_as_the_model_did(name, family):
     model = build(family)
     answers = []
     for each in (fuse(copy.deepcopy(model)), model):
@@ -363,7 +362,7 @@ HEADS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("head", "family"), bloom_at_once(HEADS))
-def test_heads_of_other_tasks(head: str, family: str, tmp_path: Path) -> None:
+def test_heads_of_other_tasks(head, family, tmp_path):
     """What they say, their gradients, and what they are saved as."""
     kind, settings, labels = HEADS[head]
     model = build(family, kind, **settings)
@@ -389,7 +388,7 @@ def test_heads_of_other_tasks(head: str, family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
 @torch.no_grad()
-def test_another_type_of_numbers(family: str, dtype: torch.dtype, autocast: bool) -> None:
+def test_another_type_of_numbers(family, dtype, autocast):
     """As near to float32 as the model on its own attention is."""
     model = build(family)
     truth = model(IDS).logits
@@ -406,7 +405,7 @@ def test_another_type_of_numbers(family: str, dtype: torch.dtype, autocast: bool
 @pytest.mark.filterwarnings("ignore")
 @each_family
 @torch.no_grad()
-def test_an_exported_program(family: str) -> None:
+def test_an_exported_program(family):
     """Its attention is one operator, and in PyTorch's own where translators need them."""
     model = build(family)
     for implementation in ("auto", "dense"):
@@ -431,7 +430,7 @@ def has_ours(program: torch.export.ExportedProgram) -> bool:
 @each_family
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
 @pytest.mark.parametrize("mask", [torch.ones_like(IDS), LEFT], ids=["whole", "padded"])
-def test_virtual_tokens(family: str, kind: str, mask: Tensor) -> None:
+def test_virtual_tokens(family, kind, mask):
     """Padding on the left of a text is a hole behind them."""
     peft = pytest.importorskip("peft", exc_type=ImportError)
     # Not Falcon's with shared keys: PEFT's prefix has keys for each query head.
@@ -475,14 +474,14 @@ DIFFERENCES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize(("name", "family"), bloom_at_once(DIFFERENCES))
-def test_what_a_fused_model_refuses(name: str, family: str) -> None:
+def test_what_a_fused_model_refuses(name, family):
     call, words = DIFFERENCES[name]
     with pytest.raises(ValueError, match=words):
         call(fuse(build(family)))
 
 
 @each_family
-def test_weights_of_attention_and_padding_are_not_those_of_transformers(family: str) -> None:
+def test_weights_of_attention_and_padding_are_not_those_of_transformers(family):
     """Weights are beside what is said, and have no gradient; padding sees nothing, and not all."""
     model = build(family)
     fused = fuse(copy.deepcopy(model))
@@ -496,7 +495,7 @@ def test_weights_of_attention_and_padding_are_not_those_of_transformers(family: 
 
 
 @each_family
-def test_a_configuration_that_asks_for_attentions_is_refused(family: str, tmp_path: Path) -> None:
+def test_a_configuration_that_asks_for_attentions_is_refused(family, tmp_path):
     """Such a model would run, and could not be saved."""
     words = "output_attentions of the configuration must be False, got True"
     model = build(family)

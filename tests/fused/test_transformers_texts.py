@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("same_start")
 
 @each_existing
 @torch.no_grad()
-def test_every_copy_and_entry_of_a_model_reads_texts(family: str) -> None:
+def test_every_copy_and_entry_of_a_model_reads_texts(family):
     model, packed = fused(family), torch.tensor([[0, 1, 2, 0, 1]])
     ids = tokens(2, 5)
     expected = model(ids, position_ids=packed).logits
@@ -33,7 +33,7 @@ def test_every_copy_and_entry_of_a_model_reads_texts(family: str) -> None:
 
 @each_existing
 @torch.no_grad()
-def test_padding_may_stand_beside_texts(family: str) -> None:
+def test_padding_may_stand_beside_texts(family):
     model, ids = fused(family), tokens(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     numbers = torch.tensor([[1, 1, 0, 1, 0, 1], [0, 1, 2, 3, 0, 1]])
@@ -48,7 +48,7 @@ def test_padding_may_stand_beside_texts(family: str) -> None:
 
 
 @torch.no_grad()
-def test_what_cannot_be_read_is_explained() -> None:
+def test_what_cannot_be_read_is_explained():
     model, ids = fused("bloom"), tokens(1, 4)
     packed, mask = torch.tensor([[0, 1, 0, 1]]), torch.ones(4, 4).tril()[None, None] == 1
     cache = model(ids[:, :2], use_cache=True).past_key_values

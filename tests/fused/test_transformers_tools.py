@@ -1,7 +1,6 @@
 """What users put around a model, ours or fused: PEFT, pipelines, quantisation."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ each_model = pytest.mark.parametrize(("make", "projection"), MODELS.values(), id
 
 
 @pytest.fixture(autouse=True)
-def same_numbers() -> None:
+def same_numbers():
     torch.manual_seed(0)
 
 
@@ -39,7 +38,7 @@ def library(name: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 @each_model
-def test_lora_trains_and_merges(make: Any, projection: str) -> None:
+def test_lora_trains_and_merges(make, projection):
     peft = library("peft")
     model = make().eval()
     before = model(IDS).logits
@@ -61,7 +60,7 @@ def test_lora_trains_and_merges(make: Any, projection: str) -> None:
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
 @each_model
-def test_int8_weights_are_near(make: Any, projection: str) -> None:
+def test_int8_weights_are_near(make, projection):
     quantization = library("torchao.quantization")
     model = make().eval()
     before = model(IDS).logits
@@ -75,7 +74,7 @@ def test_int8_weights_are_near(make: Any, projection: str) -> None:
 
 
 @each_model
-def test_a_pipeline_writes_what_generate_does(make: Any, projection: str, tmp_path: Path) -> None:
+def test_a_pipeline_writes_what_generate_does(make, projection, tmp_path):
     model = make().eval()
     byte_tokenizer().save(tmp_path)
     model.save_pretrained(tmp_path)

@@ -41,7 +41,7 @@ gates-blocked"""
 @pytest.mark.parametrize(
     ("call", "implementation"), rows(QUICK, *((call, name) for call in PLACED for name in ALL))
 )
-def test_equals_the_definition_with_every_gradient(call: Placed, implementation):
+def test_equals_the_definition_with_every_gradient(call, implementation):
     with jax.enable_x64(True):
         given = dict(zip(("q", "k", "v", "slopes"), arguments(call), strict=True))
         given |= {name: jnp.asarray(x) for name, x in call.given.items() if name != "causal"}
@@ -79,7 +79,7 @@ HARD = [call for call in PLACED if "far" in call.name or call.name in LARGE]
         *product(HARD, ALL),
     ),
 )
-def test_large_positions_of_numpy_cost_no_digits_in_narrow_types(call: Placed, implementation):
+def test_large_positions_of_numpy_cost_no_digits_in_narrow_types(call, implementation):
     """Nor does what all keys of a row lose alike; outside of jit and, as constants, inside."""
     expected = linbias.attention(*call.arrays, **call.given).swapaxes(1, 2)
     for dtype, allowed in ((jnp.float32, 5e-6), (jnp.bfloat16, 0.04)):

@@ -27,7 +27,7 @@ from linbias.data.corpus import load_corpus
 from linbias.data.segments import Segments
 from linbias.lm import loop
 from linbias.lm.text import read_text
-from linbias.lm.training import LanguageModelMetrics, train
+from linbias.lm.training import train
 from linbias.models import load
 from lm_training import SETTINGS, TINY, assert_same_run, history, interrupt, metrics, train_into
 
@@ -67,13 +67,6 @@ def test_result_loads_by_auto_classes_and_metrics_describe_the_run(unbroken):
         *("model.safetensors", "tokenizer.json", "tokenizer_config.json"),
         *("history.jsonl", "checkpoints"),
     }
-
-
-def test_finished_run_is_returned_as_it_is(unbroken, corpus, monkeypatch):
-    monkeypatch.setattr(train_module, "LanguageModelTrainer", None)
-    before = {path: path.stat().st_mtime_ns for path in unbroken.iterdir()}
-    assert train(SETTINGS, corpus, unbroken) == LanguageModelMetrics.read(unbroken)
-    assert {path: path.stat().st_mtime_ns for path in unbroken.iterdir()} == before
 
 
 @pytest.mark.parametrize("keep", [True, False])

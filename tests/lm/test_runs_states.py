@@ -28,7 +28,7 @@ from linbias.data.corpus import Corpus
 from linbias.lm.checkpoints import readable_model
 from linbias.lm.evaluation import evaluate
 from linbias.lm.loop import is_finished
-from linbias.lm.training import train
+from linbias.lm.training import LanguageModelMetrics, train
 from linbias.models.loading import load
 from lm_training import SETTINGS, losses, train_into
 
@@ -197,7 +197,9 @@ class Runs(RuleBasedStateMachine):
             max((int(path.parent.name[11:]) for path in complete), default=0),
             CountSteps(),
         )
-        train(SHORT, self.undisturbed.corpus, folder, progress=False, callbacks=[steps])
+        asked = SHORT, self.undisturbed.corpus, folder
+        found = train(*asked, progress=False, callbacks=[steps])
+        assert found == LanguageModelMetrics.read(folder)
         assert steps.count == (0 if was_finished else SHORT.steps - last)
         if was_finished:
             after = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}

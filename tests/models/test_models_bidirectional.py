@@ -119,16 +119,6 @@ def test_interpolated_slopes_follow_the_tokens_of_each_row(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("length", [4, 16, 31])
-def test_a_window_weighs_what_it_attends_to(length: int) -> None:
-    method = make("window")
-    q, k, v = (torch.randn(2, heads, length, 6, dtype=torch.float64) for heads in (4, 2, 2))
-    ends = torch.tensor([[0, length], [1, length - 1]])
-    for options in (AttendOptions(), AttendOptions(ends, torch.zeros(2, dtype=torch.int64))):
-        expected = method.weights(q, k, options) @ v.repeat_interleave(2, dim=1)
-        assert_same(method.attend(q, k, v, options)[:, :, 1:-1], expected[:, :, 1:-1])
-
-
 def test_random_slopes_are_those_of_the_discussion_and_stay() -> None:
     method = make_position(
         "random", settings(hidden_size=4000, num_attention_heads=2000), causal=False

@@ -47,15 +47,6 @@ def heads(length: int, batch: int = 1) -> Tensor:
     return torch.randn(batch, 4, length, 8, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("implementation", ["auto", "dense", "blocked"])
-@pytest.mark.parametrize("queries", [1, 5, 37])
-def test_alibi_is_applied_once(implementation: str, queries: int) -> None:
-    """Regression: Transformers' eager Falcon adds the bias twice."""
-    q, k, v = heads(queries), heads(37), heads(37)
-    config = settings(attention_implementation=implementation)
-    assert_same(attend(config, q, k, v), by_hand(q, k, v))
-
-
 def test_interpolation_counts_the_real_keys_of_each_row() -> None:
     scaled = settings(train_length=16, slope_scale="interpolate")
     q, k, v = heads(2, batch=2), heads(40, batch=2), heads(40, batch=2)
@@ -93,22 +84,6 @@ def test_t5_buckets_are_those_of_t5() -> None:
     distances = torch.arange(300)
     expected = T5Attention._relative_position_bucket(-distances, bidirectional=False)
     assert torch.equal(T5(config).bucket(distances), expected)
-
-
-@pytest.mark.parametrize("queries", [1, 4, 9])
-@torch.no_grad()
-def test_t5_bias_is_the_embedding_of_each_distance(queries: int) -> None:
-    method = T5(settings(position="t5")).double()
-    q, k, v = heads(queries), heads(9), heads(9)
-    score = q @ k.mT / 8**0.5
-    for t in range(queries):
-        for s in range(9):
-            distance = torch.tensor(t + 9 - queries - s)
-            if distance < 0:
-                score[..., t, s] = -math.inf
-            else:
-                score[..., t, s] += method.bias.weight[method.bucket(distance)]
-    assert_same(method.attend(q, k, v, AttendOptions()), score.softmax(-1) @ v)
 
 
 @pytest.mark.parametrize("placed", ["range", "start", "both"])

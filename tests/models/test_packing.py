@@ -45,15 +45,23 @@ H, G, D = 4, 2, 8  # query heads, key/value heads, and their size
 SIZES = (H, D), (G, D), (G, D)
 
 
-def alone(
-    q: Tensor, k: Tensor, v: Tensor, left: Tensor, right: Tensor | None, start: int, ranges: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One sequence, with all scores: out [T, H, E] and lse [T, H]; ranges is [G, 2]."""
+WINDOW = 4, 2
+
+
+def alone(q, k, v, left, right, start, ranges, rows=None, window=None):
+    """One sequence, with all scores: out [T, H, E] and lse [T, H]; ranges is [G, 2], rows [T, 2]
+    or none.
+    """
     key = torch.arange(len(k))
     distance = torch.arange(len(q))[:, None] + start - key
+    shown = (distance >= 0) | (right is not None)
+    if rows is not None:
+        shown = shown & (key >= rows[:, :1]) & (key < rows[:, 1:])
+    if window is not None:
+        shown = shown & (distance <= window[0]) & (-distance <= window[1])
     outs, lses = [], []
     for h, (first, end) in enumerate(ranges.repeat_interleave(H // G, 0).tolist()):
-        seen = (key >= first) & (key < end) & ((distance >= 0) | (right is not None))
+        seen = shown & (key >= first) & (key < end)
         later = left[h] if right is None else right[h]
         fall = torch.where(distance >= 0, left[h], later) * distance.abs()
         g, rows = h // (H // G), seen.any(1)
@@ -66,6 +74,9 @@ def alone(
 def read_nested(q, k, v, of_q, of_k, left, **options):
     both = zip((q, k, v), (of_q, of_k, of_k), strict=True)
     jagged = [torch.nested.nested_tensor_from_jagged(x, offsets=of) for x, of in both]
+    if "query_range" in options:
+        rows = options["query_range"]
+        options["query_range"] = torch.nested.nested_tensor_from_jagged(rows, offsets=of_q)
     found = attention(*(x.transpose(1, 2) for x in jagged), left, **options)
     return [x.transpose(1, 2).values() for x in found]
 
@@ -85,7 +96,7 @@ def test_packed_sequences_are_read_as_each_alone(examples):
         torch.manual_seed(seed)
         if not lengths and read is not attention_varlen:
             return
-        parts, ranges, starts = [], [], []
+        parts, ranges, starts, rows = [], [], [], []
         for n in lengths:
             count, first = (n, 0) if is_square else torch.randint(n + 1, (2,)).tolist()
             q, k, v = (torch.randn(n, *size, dtype=torch.float64) for size in SIZES)
@@ -93,12 +104,17 @@ def test_packed_sequences_are_read_as_each_alone(examples):
             ends = torch.randint(n - first + 1, (G if by_head else 1, 2))
             ranges.append(ends.sort(-1)[0])
             starts.append(int(torch.randint(-9, n + 9, ())))
+            rows.append(torch.randint(n - first + 1, (count, 2)).sort(-1)[0])
         options = {"implementation": how}
         if lengths and read is not read_flash:  # which has no placement
             if "key_range" in placed:
                 options["key_range"] = torch.stack(ranges) if by_head else torch.cat(ranges)
             if "query_start" in placed:
                 options["query_start"] = torch.tensor(starts)
+            if "query_range" in placed:
+                options["query_range"] = torch.cat(rows)
+            if "window" in placed:
+                options["window"] = WINDOW
         some = torch.tensor((0.0, 0.02, 0.3, 2.0), dtype=torch.float64)
         shape = (len(parts), H) if by_sequence else (H,)
         left, right = some[torch.randint(4, shape)], some[torch.randint(4, shape)]
@@ -124,7 +140,8 @@ def test_packed_sequences_are_read_as_each_alone(examples):
             seen = options["key_range"][b] if "key_range" in options else seen
             start = int(seen.reshape(-1, 2)[:, 1].max()) - len(q)
             start = starts[b] if "query_start" in options else start
-            expected.append(alone(q, k, v, *own, start, seen.expand(G, 2)))
+            limits = rows[b] if "query_range" in options else None, options.get("window")
+            expected.append(alone(q, k, v, *own, start, seen.expand(G, 2), *limits))
         wanted = [torch.cat(x) for x in zip(*expected, strict=True)]
         assert_close(list(found), wanted, **NEAR)
         weights = [torch.randn_like(x) for x in wanted]
@@ -142,7 +159,7 @@ def test_packed_sequences_are_read_as_each_alone(examples):
         is_square=st.booleans(),
         by_sequence=st.booleans(),
         by_head=st.booleans(),
-        placed=st.sets(st.sampled_from(("key_range", "query_start"))),
+        placed=st.sets(st.sampled_from(("key_range", "query_start", "query_range", "window"))),
         how=st.sampled_from(("auto", "blocked", "dense")),
     )
 

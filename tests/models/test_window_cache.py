@@ -20,14 +20,8 @@ from small_models import VOCAB, assert_near, build, build_paper, left_padded, to
 from test_models_windows import MODELS, made
 from test_transformers_fused import bloom
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 TOLERANCE = 2.0**-24  # of float64 models: with their own, no key would leave
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def quiet(**changes: Any) -> Any:

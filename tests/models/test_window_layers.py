@@ -30,16 +30,10 @@ from linbias.models.window_cache.layer import WindowLayer
 from linbias.near_to_far import reach
 from linbias.torch import attention
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 SIZE = 8  # of a head
 TOLERANCE = 2.0**-14
 Tokens = tuple[Tensor, Tensor, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 class Reader:

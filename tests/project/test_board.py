@@ -40,7 +40,7 @@ END = """
 
 
 @pytest.fixture
-def load_script(monkeypatch: pytest.MonkeyPatch):
+def load_script(monkeypatch):
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", [str(ROOT / "evidence" / "benchmarks" / "board"), *sys.path])
     yield __import__
@@ -50,7 +50,7 @@ def load_script(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def run(load_script, tmp_path: Path):
+def run(load_script, tmp_path):
     """Let engines meet on some lengths, and return the rows."""
     board, np = load_script("board"), load_script("numpy")
     files, lists = tmp_path / "engines", tmp_path / "lists"
@@ -216,7 +216,7 @@ SECOND = records(
 
 
 @pytest.fixture
-def page(load_script, tmp_path: Path) -> str:
+def page(load_script, tmp_path):
     """What the report writes of two machines, with empty lines between its parts."""
     report = load_script("report")
     (tmp_path / "board").mkdir()

@@ -166,25 +166,45 @@ def arguments(
     call: Placed, dtype: torch.dtype = torch.float64
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """PyTorch's arguments for a call: arrays that require grad, and options."""
+    return as_tensors(call.arrays, call.given, dtype)
+
+
+LEARNED = ("right_slopes", "positions", "query_positions")  # options that have gradients
+
+
+def as_tensors(
+    arrays: list[np.ndarray], options: dict[str, Any], dtype: torch.dtype = torch.float64
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
     wide = torch.promote_types(dtype, torch.float32)
-    arrays = [torch.tensor(x, dtype=dtype).requires_grad_() for x in call.arrays[:3]]
-    arrays.append(torch.tensor(call.arrays[3], dtype=wide).requires_grad_())
-    given = {name: x if isinstance(x, bool) else torch.tensor(x) for name, x in call.given.items()}
-    for name in ("positions", "query_positions"):
+    leaves = [torch.tensor(x, dtype=dtype).requires_grad_() for x in arrays[:3]]
+    leaves.append(torch.tensor(arrays[3], dtype=wide).requires_grad_())
+    given = {name: x if isinstance(x, bool) else torch.tensor(x) for name, x in options.items()}
+    if "right_slopes" in given:
+        given["right_slopes"] = given["right_slopes"].to(wide)
+    for name in LEARNED:
         if name in given and given[name].is_floating_point():
             given[name].requires_grad_()
-    if "right_slopes" in given:
-        given["right_slopes"] = given["right_slopes"].to(wide).requires_grad_()
-    return arrays, given
+    return leaves, given
 
 
 def check_torch(call: Placed, implementation: str, dtype: torch.dtype, allowed: float) -> None:
     """Results and gradients are the definition's, but for `allowed` of the largest."""
-    arrays, given = arguments(call, dtype)
+    check_definition(call.arrays, call.given, implementation, allowed, dtype)
+
+
+def check_definition(
+    arrays: list[np.ndarray],
+    options: dict[str, Any],
+    implementation: str,
+    allowed: float,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """The same of q, k, v and slopes, and of what NumPy's function takes besides."""
+    leaves, given = as_tensors(arrays, options, dtype)
     results = linbias.torch.attention(
-        *arrays, **given, implementation=implementation, return_lse=True
+        *leaves, **given, implementation=implementation, return_lse=True
     )
-    numbers = [x.detach().double().numpy() for x in arrays]
+    numbers = [x.detach().double().numpy() for x in leaves]
     exact = {n: x.detach().numpy() if torch.is_tensor(x) else x for n, x in given.items()}
     truth = linbias.attention(*numbers, **exact, return_lse=True)
     rng = np.random.default_rng(1)
@@ -199,8 +219,8 @@ def check_torch(call: Placed, implementation: str, dtype: torch.dtype, allowed: 
         dslopes = dslopes + found.dright_slopes
     pairs = {"out": (results[0], truth[0]), "lse": (results[1], truth[1])}
     expected = (*found[:3], dslopes)
-    pairs |= {n: (x.grad, y) for n, x, y in zip("qkvm", arrays, expected, strict=True)}
-    for name in ("right_slopes", "positions", "query_positions"):
+    pairs |= {n: (x.grad, y) for n, x, y in zip("qkvm", leaves, expected, strict=True)}
+    for name in LEARNED:
         if name in given and given[name].requires_grad:
             pairs[name] = given[name].grad, getattr(found, f"d{name}")
     for name, (ours, true) in pairs.items():

@@ -1,7 +1,6 @@
 """Attention over a sequence in shards on several processes: the contract, and what is sent."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
+def four():
     with Ranks(4) as ranks:
         yield ranks
 
@@ -55,7 +54,7 @@ PLACED = ("causal", "sides", "heads", "ranges", "integers")
 
 @pytest.mark.parametrize("how", ("even", "uneven"))
 @pytest.mark.parametrize("name", PLACED)
-def test_positions_are_those_of_the_whole_sequence(four: Ranks, name: str, how: str) -> None:
+def test_positions_are_those_of_the_whole_sequence(four, name, how):
     rng = np.random.default_rng(0)
     shapes = {"q": 4, "k": 2, "v": 2, "dout": 4}
     arrays = {x: rng.normal(size=(2, heads, 403, 8)) for x, heads in shapes.items()}
@@ -154,18 +153,18 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_shards_give_what_one_process_gives(four: Ranks, case: Case) -> None:
+def test_shards_give_what_one_process_gives(four, case):
     """Uneven ones too, of which one is empty; short causal ones are alike."""
     how = "uneven" if case.T > 41 or case.dropout or not case.causal else "even"
     check_case(InShards(four, how), case, "float32")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-def test_other_types_in_even_shards(four: Ranks, dtype: str) -> None:
+def test_other_types_in_even_shards(four, dtype):
     check_case(InShards(four), square("long", 523), dtype, again=False)
 
 
-def test_the_share_that_is_left_out_is_below_the_tolerance(four: Ranks) -> None:
+def test_the_share_that_is_left_out_is_below_the_tolerance(four):
     """The halo and the kernel leave out half of a large tolerance each."""
     for case in (square("long", 1031), square("long-symmetric", 1031)):
         subject = InShards(four)
@@ -173,7 +172,7 @@ def test_the_share_that_is_left_out_is_below_the_tolerance(four: Ranks) -> None:
         assert 0 < sum(told[0] for told in subject.sent) < sum(_everything(case, 8))
 
 
-def test_only_the_keys_that_heads_need_are_sent(four: Ranks) -> None:
+def test_only_the_keys_that_heads_need_are_sent(four):
     """Of 96 MiB that each process would have to send in an all-gather, at most 17 in all."""
     case = Case("bytes", B=2, H=8, G=8, T=8192, S=8192, D=32, E=32)
     rng = np.random.default_rng(0)
@@ -185,7 +184,7 @@ def test_only_the_keys_that_heads_need_are_sent(four: Ranks) -> None:
     assert all(told[1:] == (1, 2) for *_, told in found)  # one exchange, two gathers
 
 
-def test_no_more_is_sent_than_a_window_shows(four: Ranks) -> None:
+def test_no_more_is_sent_than_a_window_shows(four):
     """Without slopes each of three processes fetches the 10 keys before its own, in all heads."""
     arrays = {n: np.ones((1, 2, 400, 4), "f4") for n in "qkv"} | {"left": np.zeros(2)}
     sent = []
@@ -223,7 +222,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_one_process_does_wrong_all_hear(four: Ranks, name: str) -> None:
+def test_what_one_process_does_wrong_all_hear(four, name):
     change, words = REFUSED[name]
     calls = []
     for mine in ({}, {}, dict(change), {}):
@@ -247,7 +246,7 @@ FALLING = (
 
 
 @pytest.mark.parametrize(("options", "words"), [OUTSIDE, FALLING])
-def test_what_is_wrong_with_the_whole_sequence(four: Ranks, options: Any, words: str) -> None:
+def test_what_is_wrong_with_the_whole_sequence(four, options, words):
     arrays = dict.fromkeys("qkv", np.ones((1, 4, 10, 8)))
     four.start("shards:attend", [(arrays, "float32", dict(options), False)] * 4)
     for answer in four.wait():
@@ -269,7 +268,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("padded", [False, True])
-def test_whole_models_read_shards(four: Ranks, name: str, padded: bool) -> None:
+def test_whole_models_read_shards(four, name, padded):
     ids = torch.from_numpy(np.random.default_rng(0).integers(61, size=(2, 90)))
     bidirectional = MODELS[name][0] == "masked"
     options: dict[str, Any] = {} if bidirectional else {"use_cache": False}
@@ -304,7 +303,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_positions_tell_shards_that_are_not_in_order(four: Ranks, order: str) -> None:
+def test_positions_tell_shards_that_are_not_in_order(four, order):
     position_ids, words = ORDERS[order]
     options = {"position_ids": position_ids, "use_cache": False}
     four.start("shards:read", [(("own", {}), IDS, rows, options) for rows in cut(40, 4, "even")])
@@ -327,14 +326,14 @@ UNREADABLE = [
 ]
 
 
-def test_models_that_cannot_read_shards() -> None:
+def test_models_that_cannot_read_shards():
     with Ranks(1) as one:
         for function, arguments, words in UNREADABLE:
             one.start(f"shards:{function}", [arguments])
             assert words in str(one.wait()[0])
 
 
-def test_a_block_is_a_matter_of_its_thread(four: Ranks) -> None:
+def test_a_block_is_a_matter_of_its_thread(four):
     found = four.run("shards:attend_in_two_threads", [(rank,) for rank in range(4)])
     for rank, (alone, beside, own) in enumerate(found):
         assert torch.equal(beside, alone)
@@ -348,9 +347,7 @@ EDGES = [(0, 400), (0, 10, 90, 90, 260, 400), (0, 100, 200, 300, 400)]
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("how", ["even", "uneven"])
 @pytest.mark.parametrize("edges", EDGES, ids=str)
-def test_documents_cut_by_the_edges_of_shards(
-    four: Ranks, edges: Any, how: str, causal: bool
-) -> None:
+def test_documents_cut_by_the_edges_of_shards(four, edges, how, causal):
     rng = np.random.default_rng(0)
     heads = {"q": 4, "k": 2, "v": 2, "dout": 4}
     arrays = {n: rng.standard_normal((400, h, 8)) for n, h in heads.items()}
@@ -386,7 +383,7 @@ EDGES_REFUSED = {
 
 
 @pytest.mark.parametrize("words", EDGES_REFUSED)
-def test_edges_of_documents_that_are_wrong(four: Ranks, words: str) -> None:
+def test_edges_of_documents_that_are_wrong(four, words):
     edges, shape = EDGES_REFUSED[words]
     arrays, options = dict.fromkeys("qkv", np.ones(shape)), {"cu_seqlens": edges}
     four.start("shards:attend", [(arrays, "float32", dict(options), False)] * 4)
@@ -394,7 +391,7 @@ def test_edges_of_documents_that_are_wrong(four: Ranks, words: str) -> None:
         assert words in str(answer)
 
 
-def test_the_bound_is_attained(four: Ranks) -> None:
+def test_the_bound_is_attained(four):
     """Where all keys are alike, what a row misses is near what may be missing."""
     tolerance, n = 1e-3, 64
     arrays = dict.fromkeys("qkv", np.ones((1, 1, n, 4))) | {"left": np.array([0.5])}
@@ -410,9 +407,7 @@ def test_the_bound_is_attained(four: Ranks) -> None:
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 @pytest.mark.parametrize("query", [1.0, 0.0])
 @pytest.mark.parametrize("stamped", [False, True])
-def test_what_is_not_finite_shows_as_in_one_process(
-    four: Ranks, name: str, wrong: float, query: float, stamped: bool
-) -> None:
+def test_what_is_not_finite_shows_as_in_one_process(four, name, wrong, query, stamped):
     """Such a far key or value is fetched, though its head would not see a finite one."""
     arrays = {n: np.ones((1, 2, 400, 4)) for n in "qkv"} | {"left": np.array([1.0, 1.0])}
     arrays[name][0, 0, 7] = wrong
@@ -429,7 +424,7 @@ def test_what_is_not_finite_shows_as_in_one_process(
     np.testing.assert_array_equal(np.isfinite(out), np.isfinite(expected))
 
 
-def test_a_process_that_dies_stops_the_others(four: Ranks) -> None:
+def test_a_process_that_dies_stops_the_others(four):
     """The last test here: rank 1 is gone then."""
     arrays = dict.fromkeys("qkv", np.ones((1, 2, 5, 4)))
     four.start("shards:attend_or_die", [(arrays, rank == 1) for rank in range(4)])

@@ -1,8 +1,8 @@
 """One step of decoding against a call of attention on the whole cache, and where that is left."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def by_attention(given: dict[str, Any]) -> Tensor:
     ],
 )
 @torch.inference_mode()
-def test_it_is_attention_to_all_that_was_and_came(dtype: torch.dtype, sizes: Any) -> None:
+def test_it_is_attention_to_all_that_was_and_came(dtype, sizes):
     given = draw(**sizes, dtype=dtype)
     keys, values = given["keys"].clone(), given["values"].clone()
     n, T = given["num_cached"], given["q"].shape[2]
@@ -93,7 +93,7 @@ def test_it_is_attention_to_all_that_was_and_came(dtype: torch.dtype, sizes: Any
 
 @pytest.mark.parametrize("size", [1e-30, 1e30, torch.inf, torch.nan])
 @torch.inference_mode()
-def test_the_bound_holds_for_keys_of_any_size(size: float) -> None:
+def test_the_bound_holds_for_keys_of_any_size(size):
     """Squares of the first vanish, of the second overflow."""
     given = draw(H=1, G=1, num_cached=400)
     given["k"] = torch.full((1, 1, 1, 8), size)
@@ -110,7 +110,7 @@ def test_the_bound_holds_for_keys_of_any_size(size: float) -> None:
 
 
 @torch.inference_mode()
-def test_arrays_may_be_views_of_others() -> None:
+def test_arrays_may_be_views_of_others():
     """As parts of one projection they lie apart, and a last axis may have a stride."""
     given = draw(B=2, H=3, G=3, T=2, num_cached=70)
     expected = by_attention(given)
@@ -121,35 +121,21 @@ def test_arrays_may_be_views_of_others() -> None:
     torch.testing.assert_close(found, expected)
 
 
-@contextlib.contextmanager
-def mode() -> Iterator[None]:
-    with torch.inference_mode(), BaseTorchFunctionMode():
-        yield
+LOOKS_ON: dict[str, list[Callable[[], Any]]] = {
+    "gradients": [torch.enable_grad],
+    "mode": [torch.inference_mode, BaseTorchFunctionMode],
+    "profiler": [
+        torch.inference_mode,
+        lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    ],
+    "autocast": [torch.inference_mode, lambda: torch.autocast("cpu")],
+    "shard": [torch.inference_mode, lambda: put_in_place(cast(Any, object()))],
+}
 
 
-@contextlib.contextmanager
-def profiler() -> Iterator[None]:
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.inference_mode(), torch.profiler.profile(activities=cpu):
-        yield
-
-
-@contextlib.contextmanager
-def autocast() -> Iterator[None]:
-    with torch.inference_mode(), torch.autocast("cpu"):
-        yield
-
-
-@contextlib.contextmanager
-def share() -> Iterator[None]:
-    sequence: Any = object()
-    with torch.inference_mode(), put_in_place(sequence):
-        yield
-
-
-@pytest.mark.parametrize("context", [torch.enable_grad, mode, profiler, autocast, share])
-def test_nothing_happens_where_something_looks_on(context: Callable[[], Any]) -> None:
-    assert_left_alone(draw(), context)
+@pytest.mark.parametrize("name", LOOKS_ON)
+def test_nothing_happens_where_something_looks_on(name):
+    assert_left_alone(draw(), *LOOKS_ON[name])
 
 
 def beside(**other: int) -> dict[str, Any]:
@@ -192,28 +178,30 @@ UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_nothing_happens_where_arrays_do_not_fit(case: str) -> None:
+def test_nothing_happens_where_arrays_do_not_fit(case):
     assert_left_alone(UNFIT[case](), torch.inference_mode)
 
 
 @torch.inference_mode()
-def test_the_cache_of_another_model_is_refused_in_words() -> None:
+def test_the_cache_of_another_model_is_refused_in_words():
     ids = torch.randint(50, (1, 8))
     cache = build("linbias")(ids, use_cache=True).past_key_values
     with pytest.raises(RuntimeError, match="size"):
         build("interpolate")(ids[:, :1], past_key_values=cache)  # of which each head has keys
 
 
-def assert_left_alone(given: dict[str, Any], context: Callable[[], Any]) -> None:
+def assert_left_alone(given: dict[str, Any], *contexts: Callable[[], Any]) -> None:
     before = {name: given[name].clone() for name in ("keys", "values", "key_bound")}
-    with context():
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
         assert decode(**given) is None
     for name, array in before.items():
         torch.testing.assert_close(given[name], array, rtol=0, atol=0, equal_nan=True)
 
 
 @torch.inference_mode()
-def test_slopes_are_checked_before_anything_is_written() -> None:
+def test_slopes_are_checked_before_anything_is_written():
     given = draw()
     given["slopes"][0] = -1.0
     before = given["keys"].clone()
@@ -255,7 +243,7 @@ class Steps:
 
 @pytest.mark.parametrize("name", [*FUSED, *OWN])
 @torch.inference_mode()
-def test_a_model_takes_it_for_all_but_the_prompt(name: str, monkeypatch: Any) -> None:
+def test_a_model_takes_it_for_all_but_the_prompt(name, monkeypatch):
     model = build(name)
     ids = torch.randint(50, (2, 110))
     logits = []
@@ -274,7 +262,7 @@ def test_a_model_takes_it_for_all_but_the_prompt(name: str, monkeypatch: Any) ->
 
 @pytest.mark.parametrize("name", ["bloom", "linbias"])
 @torch.inference_mode()
-def test_a_model_does_not_where_more_is_asked(name: str, monkeypatch: Any) -> None:
+def test_a_model_does_not_where_more_is_asked(name, monkeypatch):
     model = build(name)
     ids = torch.randint(50, (2, 12))
     padding = torch.ones(2, 12, dtype=torch.int64)

@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 from dataclasses import dataclass
 from itertools import product
 
@@ -14,6 +13,7 @@ import linbias.torch
 from budget import assert_within_budget
 from cases import round_to
 from contract import spread
+from forks import a_child_gives_the_same
 from linbias._request import TOLERANCE
 from linbias.kernels import core
 from linbias.torch.points import cpu as points_cpu
@@ -726,14 +726,5 @@ def test_a_fork_after_threads_can_call_on(dtype):
         # In 16 bits PyTorch itself converts dout, between our operations.
         return out, lse, *(torch.autograd.grad(out, q, dout) if dtype == torch.float32 else ())
 
-    expected = [x.detach().double().numpy() for x in run()]
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)  # what waits for threads that are gone waits for ever
-        found = run()
-        torch.set_num_threads(1)  # for what follows is PyTorch's
-        pairs = zip(found, expected, strict=True)
-        same = all(np.array_equal(x.detach().double(), y) for x, y in pairs)
-        os._exit(0 if same and torch.get_num_threads() == 1 else 1)
+    assert a_child_gives_the_same(run)
     torch.set_num_threads(before)
-    assert os.waitpid(child, 0)[1] == 0

@@ -30,6 +30,7 @@ from contract import (
 )
 from linbias.compat.flash_attn import flash_attn_with_kvcache
 from linbias.torch.constant import constant
+from positions import as_tensors, check_definition
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu", "sdpa")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -294,24 +295,19 @@ def test_values_that_are_not_finite_show_in_every_row_that_sees_them(implementat
         assert rows[:3].all()
 
 
+def test_later_keys_change_no_bit_of_the_tiles_before_them():
+    """The certificate of `blocked` knows the keys to the left of a tile only."""
+    q, k, v = torch.randn(3, 2, 4, 700, 8)
+    first = linbias.torch.attention(q, k, v, implementation="blocked")
+    k[:, :, 600:], v[:, :, 600:] = 7.0, -7.0
+    changed = linbias.torch.attention(q, k, v, implementation="blocked")
+    assert torch.equal(changed[:, :, :512], first[:, :, :512])
+    assert not torch.equal(changed[:, :, 600:], first[:, :, 600:])
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_keys_outside_the_key_range_may_hold_anything(implementation):
     check_hidden_keys_may_hold_anything(TorchSubject(implementation), by_name("range-symmetric"))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("causal", (True, False))
-def test_gradients_equal_finite_differences(implementation, causal):
-    torch.manual_seed(0)
-    options = {"dtype": torch.float64, "requires_grad": True}
-    q, k, v = (torch.randn(1, 2, n, 3, **options) for n in (5, 7, 7))
-    sides = [torch.tensor(s, **options) for s in ([0.4, 0.1], [0.2, 0.3])[: 2 - causal]]
-
-    def run(q, k, v, left, right=None):
-        given = {"causal": causal, "right_slopes": right, "implementation": implementation}
-        return linbias.torch.attention(q, k, v, left, **given, return_lse=True)
-
-    assert torch.autograd.gradcheck(run, (q, k, v, *sides))
 
 
 def test_dropout_obeys_the_seed_and_keeps_the_mean():
@@ -444,29 +440,16 @@ def test_a_mask_hides_keys_beside_everything_else_that_does(implementation, shap
         mask[..., 3, :] = False
     if shape == (2, 1, 1, 11):
         mask[1, ..., 2:4] = False
-    given = dict(slopes=inputs.left, causal=False, right_slopes=inputs.left / 2)
-    given |= {"key_range": np.array([[0, 9], [2, 4]]), "mask": mask}
-    arrays = inputs.q, inputs.k, inputs.v
-    left = given.pop("slopes")
-    out, lse = linbias.attention(*arrays, left, **given, return_lse=True)
+    given = {"causal": False, "right_slopes": inputs.left / 2, "mask": mask}
+    given["key_range"] = np.array([[0, 9], [2, 4]])
+    arrays = [inputs.q, inputs.k, inputs.v, inputs.left]
+    out, lse = linbias.attention(*arrays, **given, return_lse=True)
     assert np.isneginf(lse).any() and (out[np.isneginf(lse)] == 0).all()
-    dlse = np.where(np.isneginf(lse), 0.0, inputs.dlse)
-    gradients = linbias.attention_backward(inputs.dout, *arrays, left, dlse=dlse, **given)
-    names = ("key_range", "mask")
-    tensors = {n: torch.tensor(x) for n, x in given.items() if n in names}
-    leaves = [torch.tensor(x).requires_grad_() for x in (*arrays, left, given["right_slopes"])]
-    tensors |= {"causal": False, "right_slopes": leaves[4]}
-    actual = linbias.torch.attention(
-        *leaves[:4], **tensors, implementation=implementation, return_lse=True
-    )
-    torch.autograd.backward(actual, (torch.tensor(inputs.dout), torch.tensor(dlse)))
-    for found, wanted in zip(actual, (out, lse), strict=True):
-        np.testing.assert_allclose(found.detach(), wanted, atol=1e-12)
-    for leaf, wanted in zip(leaves, gradients[:5], strict=True):
-        np.testing.assert_allclose(leaf.grad, wanted, atol=1e-12)
+    check_definition(arrays, given, implementation, 1e-13)
     if implementation == "dense":
-        weights = linbias.torch.attention_weights(*leaves[:2], leaves[3], **tensors)
-        wanted = linbias.attention_weights(*arrays[:2], left, **given)
+        (q, k, _, left), given_here = as_tensors(arrays, given)
+        weights = linbias.torch.attention_weights(q, k, left, **given_here)
+        wanted = linbias.attention_weights(*arrays[:2], arrays[3], **given)
         np.testing.assert_allclose(weights.detach(), wanted, atol=1e-12)
 
 

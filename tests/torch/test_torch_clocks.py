@@ -11,6 +11,7 @@ from linbias._request import Request
 from linbias.torch import any_order, attention, attention_weights, visited
 from linbias.torch.call import _with_values, prepare
 from linbias.torch.impl import cpu
+from positions import as_tensors, check_definition
 
 B, H, G, D = 2, 4, 2, 5
 INF = np.inf
@@ -68,39 +69,20 @@ def call(name):
     return [rng.normal(size=shape) for shape in shapes], slopes, options
 
 
-def tensors(options):
-    return {n: x if isinstance(x, bool) else torch.tensor(x) for n, x in options.items()}
-
-
 @pytest.mark.parametrize("implementation", ("cpu", "dense", "sdpa"))
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_those_of_the_definition(name, implementation):
     if "mask" in name and implementation == "cpu":
         implementation = "auto"
     arrays, slopes, options = call(name)
-    leaves = [torch.tensor(x).requires_grad_() for x in (*arrays, slopes)]
-    given = tensors(options)
-    places = [n for n in ("positions", "query_positions", "right_slopes") if n in given]
-    for n in places:
-        given[n].requires_grad_()
-    out, lse = attention(*leaves, **given, implementation=implementation, return_lse=True)
-    truth, true_lse = linbias.attention(*arrays, slopes, **options, return_lse=True)
-    np.testing.assert_allclose(out.detach(), truth, atol=1e-13)
-    np.testing.assert_allclose(lse.detach(), true_lse, atol=1e-13)
-    dout, dlse = RNG.normal(size=truth.shape), RNG.normal(size=true_lse.shape)
-    dlse *= np.isfinite(true_lse)
-    torch.autograd.backward((out, lse), (torch.tensor(dout), torch.tensor(dlse)))
-    expected = linbias.attention_backward(dout, *arrays, slopes, dlse=dlse, **options)
-    for x, true in zip(leaves, expected, strict=False):
-        np.testing.assert_allclose(x.grad, true, atol=1e-11)
-    for n in places:
-        np.testing.assert_allclose(given[n].grad, getattr(expected, f"d{n}"), atol=1e-11)
+    check_definition([*arrays, slopes], options, implementation, 1e-13)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_those_of_the_definition(name):
-    (q, k, _), slopes, options = call(name)
-    weights = attention_weights(*map(torch.tensor, (q, k, slopes)), **tensors(options))
+    (q, k, v), slopes, options = call(name)
+    leaves, given = as_tensors([q, k, v, slopes], options)
+    weights = attention_weights(*leaves[:2], leaves[3], **given).detach()
     truth = linbias.attention_weights(q, k, slopes, **options)
     np.testing.assert_allclose(weights, truth, atol=1e-13)
 
@@ -267,12 +249,11 @@ def test_visited_and_compilers_ask_for_order():
 
 
 def test_gradients_of_torch_func_are_those_of_autograd():
-    (q, k, v), slopes, options = call("own-clocks")
-    q, k, v = map(torch.tensor, (q, k, v))
+    arrays, slopes, options = call("own-clocks")
+    (leaf, *others), given = as_tensors([*arrays, slopes], options)
 
     def loss(q):
-        return attention(q, k, v, slopes, **tensors(options)).square().sum()
+        return attention(q, *others, **given).square().sum()
 
-    leaf = q.clone().requires_grad_()
     loss(leaf).backward()
-    torch.testing.assert_close(torch.func.grad(loss)(q), leaf.grad)
+    torch.testing.assert_close(torch.func.grad(loss)(leaf.detach()), leaf.grad)

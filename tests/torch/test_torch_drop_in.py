@@ -451,6 +451,7 @@ def test_replacing_takes_over_everything_and_old_weights_still_load():
 
 def test_layers_of_other_widths_are_cross_attention():
     assert [pair(cross_attention=c)[1].variant for c in (False, True)] == ["symmetric", "none"]
+    assert MultiheadAttention(WIDTH, H, cross_attention=True).variant == "none"
     theirs = nn.Sequential(nn.MultiheadAttention(WIDTH, H, kdim=7, vdim=5, batch_first=True))
     ours = copy.deepcopy(theirs)
     assert replace_attention(ours) == ["0"] and ours[0].variant == "none"

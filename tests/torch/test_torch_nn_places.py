@@ -124,11 +124,6 @@ def two_series(num_heads: int) -> list[float]:
     return first + others[: num_heads - power]
 
 
-def test_the_slopes_of_croma_and_titan_are_those_of_the_paper():
-    for num_heads in (16, 12, 8):  # CROMA's encoders, TITAN, CROMA's decoder
-        np.testing.assert_allclose(two_series(num_heads), linbias.slopes(num_heads), rtol=1e-15)
-
-
 @pytest.mark.parametrize("implementation", ("dense", "cpu"))
 def test_the_attention_of_croma(implementation):
     """Fuller, Millard and Green, 2023 (pretrain_croma.py): 16 heads over a square of patches."""

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -63,7 +62,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.processes
-def test_processes_that_share_the_heads_take_the_slopes_of_theirs(tmp_path: Path) -> None:
+def test_processes_that_share_the_heads_take_the_slopes_of_theirs(tmp_path):
     started = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "meet")],

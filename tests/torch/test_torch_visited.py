@@ -138,15 +138,6 @@ def test_merging_rows_that_see_nothing():
     assert out.tolist() == [[0, 0, 0], [1, 1, 1]] and lse.tolist() == [-torch.inf, 0.5]
 
 
-def test_weights_are_those_of_attention():
-    case = by_name("range-per-head-symmetric")
-    (q, k, v), left, options = tensors(case)
-    weights = linbias.torch.attention_weights(q, k, left, **options)
-    expected = linbias.torch.attention(q, k, v, left, implementation="dense", **options)
-    per_head = v.repeat_interleave(case.H // case.G, dim=1)
-    torch.testing.assert_close(weights @ per_head, expected)
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_ranges_that_nobody_checked_are_clamped(implementation):
     """As traced or mapped values come: the operators are called without the checks."""

@@ -1,6 +1,6 @@
 """`window=` and `query_range=`: the keys that each query may see."""
 
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import torch
 
 import linbias
 import linbias.torch
-from cases import RANGED_CASES, Case, by_name, long, make_inputs, short
+from cases import RANGED_CASES, by_name, long, short
 from contract import check_case, check_certificate_holds, rows
 from linbias.torch import attention, attention_varlen
 from test_torch import DTYPES, TorchSubject, check_decoding
@@ -140,44 +140,6 @@ def test_a_window_costs_what_it_shows():
         assert visit.work_kept.item() == 1.0
 
 
-@pytest.mark.parametrize("kind", ("window", "query_range"))
-def test_packed_sequences_and_nested_tensors(kind):
-    lengths_q, lengths_k = (3, 0, 70, 12), (6, 5, 70, 9)
-    starts = [torch.tensor([0, *np.cumsum(n)]) for n in (lengths_q, lengths_k)]
-    q, k, v = (
-        torch.randn(sum(n), h, 8, dtype=torch.float64, requires_grad=True)
-        for n, h in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2))
-    )
-    own = [
-        torch.randint(0, s + 1, (t, 2)).sort(1).values
-        for t, s in zip(lengths_q, lengths_k, strict=True)
-    ]
-    given = {"window": (4, 2)} if kind == "window" else {"query_range": torch.cat(own)}
-    out = attention_varlen(q, k, v, *starts, causal=False, **given)
-    parts = []
-    for (a, b), (c, d), ranges in zip(
-        *map(pairwise, map(torch.Tensor.tolist, starts)), own, strict=True
-    ):
-        alone = given if kind == "window" else {"query_range": ranges}
-        arrays = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
-        part = attention(*arrays, causal=False, implementation="dense", **alone)
-        parts.append(part[0].transpose(0, 1))
-    want = torch.cat(parts)
-    torch.testing.assert_close(out, want)
-    loss = torch.randn_like(out)
-    gradients = [torch.autograd.grad((x * loss).sum(), (q, k, v)) for x in (out, want)]
-    for got, wanted in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, wanted)
-    if kind == "query_range":
-        given = {"query_range": torch.nested.nested_tensor(own, layout=torch.jagged)}
-    jagged = [
-        torch.nested.nested_tensor_from_jagged(x.detach(), offsets=s).transpose(1, 2)
-        for x, s in ((q, starts[0]), (k, starts[1]), (v, starts[1]))
-    ]
-    nested = attention(*jagged, causal=False, **given)
-    torch.testing.assert_close(nested.transpose(1, 2).values(), out)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_compiled_mapped_and_exported():
     q, k, v = torch.randn(3, 2, 2, 90, 8)
@@ -220,19 +182,6 @@ def test_keys_in_any_order_have_no_window():
         attention(q, q, q, causal=False, positions=torch.randperm(9), window=(3, 3))
     with pytest.raises(NotImplementedError, match="attention: window and query_range count keys"):
         linbias.attention(q, q, q, causal=False, positions=np.arange(9)[::-1], window=(3, 3))
-
-
-def test_ranges_say_what_masks_say():
-    """Chunks with context and look-ahead, documents, and a prefix that sees itself both ways."""
-    for rows_of in ("chunks", "documents", "prefix"):
-        case = Case(rows_of, H=2, G=2, T=40, S=40, causal=False, rows=rows_of)
-        inputs = make_inputs(case)
-        q, k, v = (torch.tensor(x) for x in (inputs.q, inputs.k, inputs.v))
-        first, end = torch.tensor(case.row_ranges)[:, None].split(1, -1)
-        mask = (torch.arange(40) >= first) & (torch.arange(40) < end)
-        got = attention(q, k, v, causal=False, query_range=torch.tensor(case.row_ranges))
-        want = attention(q, k, v, causal=False, mask=mask, implementation="dense")
-        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("variant", ("causal", "symmetric"))

@@ -12,7 +12,7 @@ from linbias.cli import models, paper, start, streams
 from linbias.cli.console import new_group, out
 
 # To add a command, write a function and its line here. An option that another command has keeps
-# its name (`options.py`); tests/cli/test_cli_options.py lists the names, tests/cli/test_cli.py the
+# its name (`options.py`; tests/cli/test_cli_options.py refuses two). tests/cli/test_cli.py lists
 # errors. `[` in a help text is markup: write `\\[`.
 app = new_group()
 for name, panel, command in (

@@ -1,6 +1,6 @@
 """The options that commands have in common, and the conversion of their values.
 
-One thing has one name, in all commands; tests/cli/test_cli_options.py lists them.
+One thing has one name, in all commands; tests/cli/test_cli_options.py refuses two.
 """
 
 import inspect
