@@ -317,6 +317,18 @@ def test_each_batch_row_has_its_own_key_bound(little_tiles):
     torch.testing.assert_close(out, expected_out)
 
 
+@pytest.mark.parametrize("height", (20.0, 300.0))
+def test_a_far_key_may_exceed_the_maximum_of_a_row(height, little_tiles):
+    """By more bits than a float32 has."""
+    q, k, v = torch.zeros(1, 1, 20, 16), torch.randn(1, 1, 600, 16), torch.randn(1, 1, 600, 16)
+    q[..., 0], k[..., 0], k[0, 0, 100, 0] = 4, 0, height
+    out, expected_out = (
+        linbias.torch.attention(q, k, v, [0.05], implementation=name, scale=1.0)
+        for name in ("triton", "dense")
+    )
+    torch.testing.assert_close(out, expected_out)
+
+
 @pytest.mark.thorough
 def test_a_key_bound_spares_reading_far_keys(little_tiles):
     """Far keys that nobody may read are NaN here."""

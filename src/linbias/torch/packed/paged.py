@@ -69,8 +69,8 @@ def attention_paged(
     one call, mixed. New keys are in the pages already (`write_pages`). Sequences may have pages in
     common. Within a sequence everything is as for `attention`; nothing is differentiated.
 
-    The compiled core follows the table and copies nothing; with page_norms it does not touch pages
-    that no query reaches. Other implementations gather the pages first.
+    The compiled core and the Triton kernels follow the table and copy nothing; with page_norms they
+    do not touch pages that no query reaches. Other implementations gather the pages first.
 
     Args:
         q: [total_q, H, D].

@@ -1,5 +1,5 @@
-"""`attention_varlen`: packed sequences, by their offsets in one call of the compiled core, and for
-other implementations in batches of about the same length.
+"""`attention_varlen`: packed sequences, by their offsets in one call of the compiled core or of the
+Triton kernels, and for other implementations in batches of about the same length.
 """
 
 from collections import defaultdict
