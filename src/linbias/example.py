@@ -2,7 +2,7 @@
 
 import math
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +106,12 @@ def find(query: str | None, trace: Explanation, tokens: list[str]) -> list[int]:
     return [trace.find(query, tokens)]
 
 
-def find_heads(head: int | None, num_heads: int, command: str = "explain") -> list[int]:
+def find_heads(head: int | None, num_heads: int) -> list[int]:
     """The one head that was asked for, or all."""
     if head is None:
         return list(range(num_heads))
     if not 0 <= head < num_heads:
-        raise ValueError(f"{command}: head must be in [0, {num_heads}), got {head}")
+        raise ValueError(f"explain: head must be in [0, {num_heads}), got {head}")
     return [head]
 
 
@@ -164,34 +164,6 @@ def to_json(
         "rows": rows,
         "all_heads": together,
     }
-
-
-CSV_TITLES = ("quantity", "bias", "head", "query", "query_token", "column", "key_token", "value")
-
-
-def to_csv(
-    trace: Explanation, plain: Explanation, queries: list[int], heads: list[int]
-) -> Iterator[tuple[str | int | float, ...]]:
-    """The same numbers as lines of `CSV_TITLES`; of hidden keys only their weights, 0."""
-    names, start = trace.names(), int(trace.query_start)
-    for bias, found in (("with", trace), ("without", plain)):
-        of_heads: list[tuple[str, int | str, Float64]] = [
-            (name, head, getattr(found, name)[head])
-            for head in heads
-            for name in (STEPS if bias == "with" else ("weights", "output"))
-        ]
-        together: list[tuple[str, int | str, Float64]] = [
-            ("weights", "average", found.weights.mean(0)),
-            ("output", "all", side_by_side(found.output)),
-        ]
-        for quantity, head, matrix in [*of_heads, *together]:
-            for query in queries:
-                position = start + query
-                asking = names[position] if 0 <= position < len(names) else ""
-                for column, value in enumerate(matrix[query].tolist()):
-                    if math.isfinite(value):
-                        key = "" if quantity == "output" else names[column]
-                        yield quantity, bias, head, query, asking, column, key, value
 
 
 def _finite(values: list[float]) -> list[float | None]:

@@ -1,7 +1,5 @@
 """The command line, in process where that tells the same, else as a person starts it."""
 
-import csv
-import io
 import json
 import os
 import re
@@ -127,16 +125,6 @@ def test_slopes_prints_every_head_and_its_reach():
     assert found["slopes"] == linbias.slopes(6, "geometric").tolist()
 
 
-def test_bias_prints_what_is_added_to_the_scores_of_a_head():
-    rows = [line.split() for line in run("bias", 12, 8, "--head", 3).stdout.splitlines()]
-    assert rows[0] == "Bias of head 3, slope 1/16".split()
-    assert rows[5] == ["2", "-0.1250", "-0.0625", "0.0000", *"....."]
-    found = json.loads(run("bias", 2, 3, "--schedule", "halving", "--json").stdout)
-    assert found["bias"][1] == [[0, None, None], [-0.25, 0, None], [-0.5, -0.25, 0]]
-    both = json.loads(run("bias", 2, 3, "--symmetric", "--head", 0, "--json").stdout)
-    assert both["bias"] == linbias.bias(linbias.slopes(2)[:1], 3, 3).tolist()
-
-
 def test_explain_as_json_hides_later_keys_and_has_all_rows():
     found = json.loads(run("explain", "--causal", "--json").stdout)
     assert found["tokens"] == ["The", "cat", "sat", "on", "mat"]
@@ -151,21 +139,6 @@ def test_explain_as_json_hides_later_keys_and_has_all_rows():
     average = [0.0943, 0.1059, 0.1568, 0.2400, 0.4030]
     assert np.round(last["average_weights"], 4).tolist() == average
     assert np.round(last["output"], 4).tolist() == [0.2896, 0.3695, 0.2731, 0.4746]
-
-
-def test_explain_writes_the_same_numbers_as_csv(tmp_path):
-    lines = list(csv.DictReader(io.StringIO(run("explain", "--csv").stdout)))
-
-    def matrix(bias: str, quantity: str, head: str) -> list[str]:
-        wanted = {"bias": bias, "quantity": quantity, "head": head}
-        return [f"{float(x['value']):.4f}" for x in lines if x.items() >= wanted.items()]
-
-    keys = (("weights", "0"), ("weights", "1"), ("weights", "average"), ("output", "all"))
-    for (quantity, head), numbers in zip(keys, CHAPTER.values(), strict=True):
-        cells = [cell for row in chapters_table(numbers) for cell in row[1:]]
-        assert matrix("with", quantity, head) == cells
-    assert matrix("without", "weights", "0")[:5] == STANDARD_THE
-    assert (lines[1]["query_token"], lines[1]["key_token"]) == ("The", "cat")
 
 
 def test_explain_reads_arrays_from_a_file(tmp_path):
@@ -485,15 +458,8 @@ ERRORS = {
         "--slope 1,2,3": "error: --slope: must be one number or 2, one for each head, got 3",
         "--head 2": "error: --head: must be in [0, 2), got 2",
         "--causal --symmetric": "--causal: must stand without --symmetric",
-        "--csv --json": "--csv: must stand without --json",
     },
     "slopes": {"0": "error: HEADS: must be at least 1, got 0"},
-    "bias": {
-        "2 3 --head 2": "error: --head: must be in [0, 2), got 2",
-        "2 0": "error: LENGTH: must be at least 1, got 0",
-        # Before a matrix is made, which would not fit into memory.
-        "2 10000000": "error: LENGTH: must be at most 64 to be printed, got 10000000",
-    },
 }
 CALLS = [
     (f"{start} {rest}", said) for start, table in ERRORS.items() for rest, said in table.items()
@@ -518,15 +484,17 @@ def test_an_error_is_one_line(words, message, model, corpus, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     (
-        (["embed", "a"], "There is no command 'embed': linbias.models.embed does it"),
-        (["windows", "a"], "There is no command 'windows': linbias reach prints"),
+        (["embed", "a"], "There is no embed: linbias.models.embed does it"),
+        (["windows", "a"], "There is no windows: linbias reach prints"),
+        (["bias", 2, 3], "There is no bias: linbias.bias gives the matrices"),
+        (["explain", "--csv"], "There is no --csv: --json prints the same numbers."),
         (
             ["paper", "translate", "a"],
-            "There is no command 'translate': docs/paper.md has",
+            "There is no translate: docs/paper.md has",
         ),
     ),
 )
-def test_a_command_that_went_says_what_does_its_work(words, message):
+def test_what_went_says_what_does_its_work(words, message):
     result = run(*words)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())

@@ -10,7 +10,7 @@ from linbias import cli
 # Every option of every command. A new one that means what another one means takes its name.
 NAMES = """
     accumulation batch-size batch-tokens back batches-per-step call causal chunk clip
-    context-parallel context-window corpus csv dataset device dict epochs fsdp head init
+    context-parallel context-window corpus dataset device dict epochs fsdp head init
     initial-learning-rate json learning-rate length limit-tokens log-steps max-bias max-bytes
     max-new-tokens max-tokens methods min-learning-rate momentum no-fuse no-open
     nwords output period position precision preset prompt prompt-file

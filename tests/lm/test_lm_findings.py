@@ -1,4 +1,4 @@
-"""What the records of an experiment say, and that the plots can be read."""
+"""What the records of an experiment say, and that the figure can be read."""
 
 import math
 import re

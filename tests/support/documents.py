@@ -62,11 +62,10 @@ def _imports(tree: ast.AST) -> set[str]:
     return found
 
 
-# What brings the packages of a page. The extra `lm` holds `torch` and `plots`.
+# What brings the packages of a page. The extra `lm` holds `torch`.
 _EXTRAS = {
     "lm": ("transformers", "datasets", "linbias.lm", "linbias.models", "linbias.data"),
     "torch": ("torch", "linbias.torch"),
-    "plots": ("matplotlib", "linbias.plots"),
     "jax": ("jax", "flax", "linbias.jax"),
 }
 
@@ -80,7 +79,7 @@ def extras_needed(document: Path) -> list[str]:
         for name in imports
         if name.startswith(tuple(f"{package}." for package in packages)) or name in packages
     }
-    return sorted(needed - {"torch", "plots"} if "lm" in needed else needed)
+    return sorted(needed - {"torch"} if "lm" in needed else needed)
 
 
 def write_paper_model(folder: Path) -> None:

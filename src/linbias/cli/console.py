@@ -22,8 +22,10 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 _RESUMABLE = ("train", "extrapolate", "run")
-# Commands that went, and what to use.
+# Commands and options that went, and what to use.
 _GONE = {
+    "bias": "linbias.bias gives the matrices, linbias slopes says how far heads see",
+    "--csv": "--json prints the same numbers",
     "embed": "linbias.models.embed does it, examples/embed_many.py for a corpus",
     "windows": "linbias reach prints how far heads see",
     "translate": "docs/paper.md has a table of the original's flags and ours",
@@ -53,8 +55,9 @@ class _Commands(TyperGroup):
     """Commands that end an error with one line and status 2, and Ctrl-C with status 130."""
 
     def resolve_command(self, context: Any, args: list[str]) -> Any:
-        if self.get_command(context, args[0]) is None and args[0] in _GONE:
-            context.fail(f"There is no command '{args[0]}': {_GONE[args[0]]}.")
+        for word in (args[0], *(word for word in args[1:] if word.startswith("--"))):
+            if word in _GONE and self.get_command(context, word) is None:
+                context.fail(f"There is no {word}: {_GONE[word]}.")
         return super().resolve_command(context, args)
 
     def invoke(self, context: Any) -> Any:
