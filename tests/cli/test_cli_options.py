@@ -9,13 +9,13 @@ from linbias import cli
 
 # Every option of every command. A new one that means what another one means takes its name.
 NAMES = """
-    accumulation batch-size batch-tokens back batches-per-step call causal chunk clip
+    accumulation batch-size batch-tokens batches-per-step call causal clip
     context-parallel context-window corpus dataset device dict epochs fsdp head init
-    initial-learning-rate json learning-rate length limit-tokens log-steps max-bias max-bytes
-    max-new-tokens max-tokens methods min-learning-rate momentum no-fuse no-open
-    nwords output period position precision preset prompt prompt-file
+    initial-learning-rate json learning-rate length limit-tokens log-steps max-bytes
+    max-new-tokens max-tokens methods min-learning-rate momentum no-open
+    nwords output period position precision preset prompt
     query quiet results resume rows-multiple save-steps schedule seconds seed seeds set shrink
-    slope slope-scale split steps stream stride symmetric t-mult task temperature tensorboard
+    slope slope-scale split steps stream stride symmetric t-mult task temperature
     text test test-lengths threads threshold tokenizer tokens tolerance top-k train train-length
     train-lengths valid validate-steps version vocab-size warmup-steps
     weight-decay

@@ -25,6 +25,12 @@ _RESUMABLE = ("train", "extrapolate", "run")
 # Commands and options that went, and what to use.
 _GONE = {
     "bias": "linbias.bias gives the matrices, linbias slopes says how far heads see",
+    "--back": "a fine-tuned encoder stays a folder of Transformers",
+    "--tensorboard": "history.jsonl in the run's folder has the loss as it went",
+    "--no-fuse": "linbias.models.unfuse undoes it, linbias.lm.evaluate scores any model",
+    "--prompt-file": "--prompt - reads standard input",
+    "--chunk": "linbias.lm.StreamScorer has it",
+    "--max-bias": "linbias.slopes has it",
     "--csv": "--json prints the same numbers",
     "embed": "linbias.models.embed does it, examples/embed_many.py for a corpus",
     "windows": "linbias reach prints how far heads see",
@@ -142,7 +148,7 @@ def print_path(words: str, path: Path) -> None:
 
 def bar(task: str, quiet: bool) -> AbstractContextManager[Advance]:
     """A progress bar on standard error."""
-    return progress_bar(task, visible=not quiet, console=err)
+    return progress_bar(task, visible=not quiet)
 
 
 # How tables show what evaluations measured: by title, the name of the number and its form.
@@ -154,11 +160,9 @@ _COLUMNS = {
     "perplexity": ("perplexity", ",.3f"),
     "bits per byte": ("bits_per_byte", ".4f"),
     "bits per\nmasked token": ("bits_per_hidden_token", ".4f"),
-    "bits per\nwritten token": ("bits_per_hidden_token", ".4f"),
     "accuracy": ("accuracy", ".1%"),
     "tokens": ("num_tokens", ","),
     "masked": ("num_scored", ","),
-    "scored": ("num_scored", ","),
     "tokens/s": ("tokens_per_second", ",.0f"),
 }
 

@@ -77,8 +77,8 @@ _DECODER, _ENCODER = (", ".join(methods_of(model)) for model in (DECODER, ENCODE
 PositionOrKept = Annotated[
     str | None,
     model_option(
-        f"One of {_DECODER}. Default: alibi. With --task masked, and for the encoder of "
-        f"seq2seq: one of {_ENCODER}. Default: symmetric."
+        f"One of {_DECODER}. Default: alibi. With --task masked: one of {_ENCODER}. Default: "
+        "symmetric."
     ),
 ]
 TokenizerOrKept = Annotated[str | None, text_option(f"{_TOKENIZERS} Default: bytes.")]
@@ -89,8 +89,7 @@ Methods = Annotated[str, option(f"Any of {_DECODER}.")]
 Task = Annotated[
     str,
     training_option(
-        "'causal': the next token; 'masked': masked tokens, from those on both sides; 'seq2seq': "
-        "spans that were taken out of a text."
+        "'causal': the next token; 'masked': masked tokens, from those on both sides."
     ),
 ]
 LengthOrKept = Annotated[
@@ -114,7 +113,6 @@ _TRAINING = {
     "validate_steps": "Steps between validations; below 1 a share of an epoch; 0: none.",
     "seed": "Fixes weights, order of the text and dropout.",
     "threads": "CPU threads.",
-    "tensorboard": "Also write a TensorBoard log.",
 }
 
 
@@ -163,21 +161,16 @@ def refuse(options: Mapping[str, object], reason: str) -> None:
             raise ValueError(f"{name}: must be left out with {reason}, got {value}")
 
 
-def read_prompt(prompt: str | None, file: Path | None, *, default: str) -> str:
-    """The text of --prompt, of standard input or of --prompt-file, without a last line end."""
-    if prompt is not None and file is not None:
-        raise ValueError(f"--prompt-file: must be left out with --prompt, got {file}")
-    if file is None and prompt != "-":
+def read_prompt(prompt: str | None, *, default: str) -> str:
+    """The text of --prompt, or of standard input without a last line end."""
+    if prompt != "-":
         return given_or(prompt, default)
-    name = "--prompt" if file is None else "--prompt-file"
     try:
-        text = (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode()
-    except OSError as error:
-        rule = "must be a file that can be read"
-        raise ValueError(f"{name}: {rule}, got {file} ({error.strerror})") from error
+        text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        rule = "must be UTF-8 text"
-        raise ValueError(f"{name}: {rule}, got another byte at {error.start}") from error
+        raise ValueError(
+            f"--prompt: must be UTF-8 text, got another byte at {error.start}"
+        ) from error
     return text.removesuffix("\n").removesuffix("\r")
 
 

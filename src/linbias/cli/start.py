@@ -88,7 +88,6 @@ def slopes(
     schedule: Annotated[
         str, option("How slopes fall from head to head: paper, geometric, halving or mpt.")
     ] = "paper",
-    max_bias: Annotated[float, option("The last slope of a power of two is 2^-this.")] = 8.0,
     as_json: options.Json = False,
 ) -> None:
     """Print the slope of every head, and how far it lets the head see.
@@ -101,9 +100,9 @@ def slopes(
     from linbias.cli.tables import NumberTable
     from linbias.explore.data import CHARACTERS
 
-    values = schedules.slopes(heads, schedule, max_bias)
+    values = schedules.slopes(heads, schedule)
     if as_json:
-        return print_json({"slopes": values.tolist(), "schedule": schedule, "max_bias": max_bias})
+        return print_json({"slopes": values.tolist(), "schedule": schedule})
     added_at, left_at = f"bias\nat {_FAR}", f"factor\nat {_FAR}"
     title = f"Slopes of {heads} heads, schedule {schedule}"
     titles = ("head", "slope", "2 to the", added_at, left_at, "1/e at", "reach")

@@ -26,8 +26,6 @@ _FILE = "tokenizer.json"
 _MASK = "\x1a"
 # Characters that texts do not use, in the roles that ASCII gave them. Nothing adds them unasked.
 _ROLES = {"pad_token": "\0", "bos_token": "\2", "eos_token": "\3", "mask_token": _MASK}
-_NUM_SENTINELS = 100
-_SENTINEL = "<extra_id_{}>"  # as of T5
 # The library encodes the pieces of a batch in parallel, which takes much more memory than their
 # ids do. So it gets a text in batches of pieces, each of which is made of whole lines.
 _PIECE_BYTES = 1 << 14
@@ -57,21 +55,6 @@ class Tokenizer:
     def mask_id(self) -> int | None:
         """The id of the token that stands for a masked one; None where there is none."""
         return self.backend.token_to_id(_MASK)
-
-    @property
-    def sentinel_ids(self) -> range:
-        """The ids of the sentinels, in order; empty where there are none."""
-        first = self.backend.token_to_id(_SENTINEL.format(0))
-        return range(0) if first is None else range(first, first + _NUM_SENTINELS)
-
-    def with_sentinels(self) -> Tokenizer:
-        """The same tokenizer, with sentinels <extra_id_0>, <extra_id_1>, ... behind its tokens."""
-        if self.sentinel_ids:
-            return self
-        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
-        names = (_SENTINEL.format(number) for number in range(_NUM_SENTINELS))
-        backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
-        return Tokenizer(backend)
 
     def encode(self, text: str | bytes) -> TokenIds:
         """The ids of a string or of UTF-8 bytes, in the narrowest of uint8, uint16 and uint32."""

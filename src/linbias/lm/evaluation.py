@@ -35,7 +35,7 @@ from linbias.torch.context_parallel import shard, use
 
 _OTHERS = {
     LinbiasForMaskedLM: "sees later tokens (evaluate_hidden scores it)",
-    LinbiasForConditionalGeneration: "reads one text to write another (evaluate_hidden scores it)",
+    LinbiasForConditionalGeneration: "reads one text to write another (its own loss scores it)",
 }
 # Float32 logits that are held at once at most, 64 MiB: more make nothing faster.
 MAX_LOGITS = 2**24

@@ -13,23 +13,17 @@ from transformers import PreTrainedModel
 from linbias._run.files import Record
 from linbias._run.processes import choose_device, is_main, joined
 from linbias._run.progress import Advance
-from linbias.data.segments import MaskTokens, SpanTokens
+from linbias.data.segments import MaskTokens
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.checkpoints import open_model
 from linbias.lm.evaluation import Evaluation, evaluate
 from linbias.lm.hidden import HiddenEvaluation, evaluate_hidden
 from linbias.lm.text import TokenText, read_text
 from linbias.models.decoder.linbias import LinbiasForMaskedLM
-from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
-from linbias.models.fused import unfuse
 from linbias.models.limits import default_length, stated_length
 from linbias.models.scale import with_slopes
 
 SlopeScales = Sequence[float | str | None]
-_TOKENS: dict[type[PreTrainedModel], Any] = {
-    LinbiasForMaskedLM: MaskTokens,
-    LinbiasForConditionalGeneration: SpanTokens,
-}
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,6 @@ def evaluate_text(
     lengths: Sequence[int] | None = None,
     slope_scales: SlopeScales | None = None,
     train_length: int | None = None,
-    fused: bool = True,
     context_parallel: int = 1,
     max_bytes: int | None = None,
     device: str = "auto",
@@ -79,22 +72,21 @@ def evaluate_text(
         if not is_main():  # the first process warns for all
             warnings.simplefilter("ignore")
         files, loaded = open_model("evaluate", model, device=where)
-        if not fused and _is_fused(loaded):
-            unfuse(loaded)
         text = read_text(files, corpus, split, max_bytes=max_bytes)
         score: Callable[..., Any] = partial(
             evaluate, num_bytes=text.num_bytes, context_parallel=context_parallel
         )
-        tokens = next((t for kind, t in _TOKENS.items() if isinstance(loaded, kind)), None)
-        if tokens is not None:
-            score = partial(evaluate_hidden, tokens=tokens.of(Tokenizer.load(files.name)))
-        if tokens is not None and slope_scales is not None:
+        masked = isinstance(loaded, LinbiasForMaskedLM)
+        if masked:
+            tokens = MaskTokens.of(Tokenizer.load(files.name))
+            score = partial(evaluate_hidden, tokens=tokens)
+        if masked and slope_scales is not None:
             kind = type(loaded).__name__
             raise ValueError(f"evaluate: --slope-scale is for causal models, got a {kind}")
-        if context_parallel != 1 and (tokens is not None or not fused):
+        if context_parallel != 1 and masked:
             raise ValueError(
-                "evaluate: --context-parallel must be 1 but for causal models with linbias' "
-                f"attention, got {context_parallel}"
+                f"evaluate: --context-parallel must be 1 but for causal models, got "
+                f"{context_parallel}"
             )
         scales = _scales(loaded, slope_scales, train_length)
 

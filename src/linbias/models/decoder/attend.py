@@ -104,7 +104,6 @@ def _by_rows(
             key_bound=bound,
             dropout=how.dropout or 0.0,
             positions=positions,
-            distances=layout.distances,
         )
         gathered.append(method.attend(row_q, row_k, row_v, options))
         if layout.need_weights:

@@ -47,8 +47,7 @@ def fuse(
     attention runs Transformers' own code. Training, gradient checkpointing, padding (also between
     tokens), caches and `generate` work as before, for any length. Weights of attention
     (`output_attentions`) are computed beside it. Packed rows (`position_ids` that start anew)
-    and masks [B, 1, T, S] are read as those of `LinbiasForCausalLM`, outside of compiled graphs;
-    such masks with rounding="exact" alone.
+    are read as those of `LinbiasForCausalLM`, outside of compiled graphs.
     `unfuse` undoes it.
 
     Args:

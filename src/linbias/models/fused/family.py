@@ -31,9 +31,7 @@ from linbias.models.decoder.layout import (
     check_position_ids,
     check_room,
     fill_room,
-    is_full,
     read_attention_mask,
-    read_full_mask,
     shown_with_marks,
     without_marks,
 )
@@ -101,11 +99,6 @@ class RoundedBias(Bias):
         It is one more component of a key for each head that shares it: a query has 1 in its own.
         """
         (B, H, T, _), (_, G, S, _) = q.shape, k.shape
-        if options.distances is not None:
-            raise ValueError(
-                "fuse: attention_mask must have shape [B, S] for a model that is fused with "
-                "rounding='checkpoint', got [B, 1, T, S]"
-            )
         positions = torch.arange(S, device=q.device)[None]
         if options.key_range is not None:
             positions = (positions - options.key_range[:, :1]).clamp(min=0)
@@ -310,9 +303,7 @@ _POSITION_IDS = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY
 
 
 def adapt_calls(model: Any) -> None:
-    """Let a model read what Transformers' code drops: texts in a row, full masks, and the pages of
-    `generate_batch`.
-    """
+    """Let a model read what Transformers' code drops: texts in a row, and pages."""
     name = _forward_name(model)
     if isinstance(vars(model).get(name), partial):
         return
@@ -373,8 +364,6 @@ def _forward(model: Any, arguments: tuple[str, ...], *args: Any, **kwargs: Any) 
     kwargs = without_marks(caller, kwargs)
     given = dict(zip(arguments, args, strict=False)) | kwargs
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
-    if is_full(mask):
-        return _forward_with_rows(model, given)
     if not isinstance(mask, TokenLayout | None):
         check_mask(caller, mask)
     if position_ids is not None and (tokens := _tokens(given)) is not None:
@@ -395,14 +384,11 @@ def _forward_with_rows(model: Any, given: dict[str, Any]) -> Any:
     caller, tokens, cache = type(model).__name__, _tokens(given), given.get("cache")
     cache = given.get("past_key_values") if cache is None else cache
     mask, position_ids = given.pop("attention_mask", None), given.pop("position_ids", None)
-    if is_full(mask):
-        layout = read_full_mask(caller, mask, tokens, cache, position_ids)
-    else:
-        given["use_cache"] = bool(given.get("use_cache"))  # None is Transformers' own, True
-        has_cache = cache is not None or given["use_cache"]
-        start = 0 if cache is None else cache.get_seq_length()
-        options: Any = {"position_ids": position_ids, "has_cache": has_cache}
-        layout = read_attention_mask(caller, mask, tokens, start, **options)
+    given["use_cache"] = bool(given.get("use_cache"))  # None is Transformers' own, True
+    has_cache = cache is not None or given["use_cache"]
+    start = 0 if cache is None else cache.get_seq_length()
+    options: Any = {"position_ids": position_ids, "has_cache": has_cache}
+    layout = read_attention_mask(caller, mask, tokens, start, **options)
     return _forward_with_layout(model, given, layout)
 
 
