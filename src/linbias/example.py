@@ -121,50 +121,17 @@ def side_by_side(heads: Float64) -> Float64:
     return joined
 
 
-STEPS = ("raw", "scaled", "bias", "scores", "weights", "output")
-
-
-def to_json(
-    trace: Explanation, plain: Explanation, queries: list[int], heads: list[int]
-) -> dict[str, Any]:
-    """The chosen rows of a trace as JSON values; what is infinite (hidden keys) becomes null.
-
-    Args:
-        trace: With the bias.
-        plain: The same without it.
-        queries, heads: Which rows; averages and joined outputs are those of all heads.
+def to_json(trace: Explanation, plain: Explanation) -> dict[str, Any]:
+    """A trace as JSON values, beside weights and output of the same one without a bias; what is
+    infinite (hidden keys) becomes null.
     """
-    rows = [
-        {
-            "head": head,
-            "query": query,
-            "q": trace.q[head, query].tolist(),
-            **{name: _finite(getattr(trace, name)[head, query].tolist()) for name in STEPS},
-            "weights_without_bias": plain.weights[head, query].tolist(),
-            "output_without_bias": plain.output[head, query].tolist(),
-        }
-        for query in queries
-        for head in heads
-    ]
-    together = [
-        {
-            "query": query,
-            "average_weights": trace.weights.mean(0)[query].tolist(),
-            "average_weights_without_bias": plain.weights.mean(0)[query].tolist(),
-            "output": side_by_side(trace.output)[query].tolist(),
-            "output_without_bias": side_by_side(plain.output)[query].tolist(),
-        }
-        for query in queries
-    ]
-    left, right = (_finite(side.tolist()) for side in (trace.slopes, trace.right_slopes))
-    return {
-        "tokens": trace.names(),
-        "slopes": left,
-        "right_slopes": right,
-        "rows": rows,
-        "all_heads": together,
+    without = {
+        f"{name}_without_bias": getattr(plain, name).tolist() for name in ("weights", "output")
     }
+    return {**{name: _finite(x) for name, x in trace.to_dict().items()}, **without}
 
 
-def _finite(values: list[float]) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values]
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,7 +10,6 @@ import sys
 import time
 from dataclasses import fields
 from inspect import signature
-from itertools import product
 from unittest import mock
 
 import numpy as np
@@ -84,21 +83,22 @@ def test_explain_prints_the_chapters_matrices_beside_those_without_bias(columns)
 
 
 def test_slope_0_is_standard_attention_and_hides_the_same_keys():
-    shown = run("explain", "--slope", "0", "--json").stdout
-    first = json.loads(shown)["rows"][0]
-    assert [f"{weight:.4f}" for weight in first["weights"]] == STANDARD_THE
-    assert first["weights"] == first["weights_without_bias"]
+    found = json.loads(run("explain", "--slope", "0", "--json").stdout)
+    assert [f"{weight:.4f}" for weight in found["weights"][0][0]] == STANDARD_THE
+    assert found["weights"] == found["weights_without_bias"]
+    assert found["output"] == found["output_without_bias"]
     causal = json.loads(run("explain", "--causal", "--slope", "0.25,0", "--json").stdout)
     assert causal["slopes"] == [0.25, 0.0]
-    assert causal["rows"][0]["weights"] == [1.0, 0.0, 0.0, 0.0, 0.0]
-    assert causal["rows"][0]["weights_without_bias"] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    for name in ("weights", "weights_without_bias"):
+        assert causal[name][0][0] == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("query", ["cat", "1", "-4"])
 def test_explain_finds_a_query_by_token_and_number(query):
-    row = json.loads(run("explain", "--query", query, "--head", 0, "--json").stdout)["rows"][0]
-    assert (row["query"], row["head"]) == (1, 0)
-    assert np.round(row["weights"], 4).tolist() == [0.3791, 0.1520, 0.3791, 0.0559, 0.0339]
+    trace, _ = example.trace(causal=False)
+    shown = run("explain", "--query", query, "--head", 0).stdout
+    assert shown.rstrip() == trace.table("cat", head=0)
+    assert np.round(trace.weights[0, 1], 4).tolist() == [0.3791, 0.1520, 0.3791, 0.0559, 0.0339]
 
 
 def test_explain_shows_what_the_function_of_that_name_shows():
@@ -115,7 +115,7 @@ def test_explain_ends_with_every_step_of_the_last_row():
     steps = shown.partition("Every step of the last row\n")[2]
     assert [trace.table(head=h) for h in range(2)] == steps.split("\n\n")[:2]
     assert "  q [0.0000 1.0000]" in steps  # the query of "mat" in head 1
-    assert json.loads(run("explain", "--json").stdout)["rows"][-1]["q"] == [0.0, 1.0]
+    assert json.loads(run("explain", "--json").stdout)["q"][1][-1] == [0.0, 1.0]
 
 
 def test_slopes_prints_every_head_and_its_reach():
@@ -131,25 +131,21 @@ def test_explain_as_json_hides_later_keys_and_has_all_rows():
     found = json.loads(run("explain", "--causal", "--json").stdout)
     assert found["tokens"] == ["The", "cat", "sat", "on", "mat"]
     assert found["slopes"] == [0.5, 0.25]
-    assert len(found["rows"]) == 10
-    for row in found["rows"]:
-        later = slice(row["query"] + 1, None)
-        assert all(value is None for value in row["scores"][later])
-        assert not any(row["weights"][later])
-        assert sum(row["weights"]) == pytest.approx(1.0)
-    last = found["all_heads"][-1]
-    average = [0.0943, 0.1059, 0.1568, 0.2400, 0.4030]
-    assert np.round(last["average_weights"], 4).tolist() == average
-    assert np.round(last["output"], 4).tolist() == [0.2896, 0.3695, 0.2731, 0.4746]
+    trace, _ = example.trace()
+    for name in ("weights", "output"):
+        assert found[name] == getattr(trace, name).tolist()
+    hidden = np.isnan(np.array(found["scores"], np.float64))  # of null
+    assert (hidden == np.triu(np.ones((2, 5, 5), bool), 1)).all()
 
 
 def test_explain_reads_arrays_from_a_file(tmp_path):
     q, k, v = np.zeros((1, 2, 3)), np.zeros((1, 4, 3)), np.arange(4.0).reshape(1, 4, 1)
     np.savez(tmp_path / "arrays.npz", q=q, k=k, v=v, slopes=[0.0], tokens=list("abcd"))
-    result = run("explain", tmp_path / "arrays.npz", "--query", "c", "--json")
-    (row,) = json.loads(result.stdout)["rows"]
-    assert row["query"] == 0  # the last query stands at the last key: the first one at "c"
-    assert row["output"] == [1.0]
+    found = json.loads(run("explain", tmp_path / "arrays.npz", "--json").stdout)
+    assert found["query_start"] == 2  # the last query stands at the last key
+    assert found["output"][0][0] == [1.0]
+    shown = run("explain", tmp_path / "arrays.npz", "--query", "c").stdout
+    assert shown.startswith("head 0, slope 0, query c\n")
     np.savez(tmp_path / "sides.npz", q=q[:, :, :1], k=k, v=v)
     assert run("explain", tmp_path / "sides.npz").exit_code == 2
     np.savez(tmp_path / "sides.npz", q=q, k=k, v=v, slopes=[np.inf], right_slopes=[0.5])
@@ -241,29 +237,6 @@ def test_processes_of_torchrun_share_the_windows_and_print_one_table(model, corp
     assert result["loss_by_position"] == pytest.approx(alone["loss_by_position"], rel=1e-14)
 
 
-def test_evaluate_at_lengths_and_slope_scales(model, corpus, tmp_path):
-    words = ["--corpus", corpus, "--split", "test", "--limit-tokens", 200, "--stride", 8, "-q"]
-    words += ["--length", "16,48", "--slope-scale", "none,interpolate,0.5"]
-    ours = json.loads(run("evaluate", model, *words, "--json").stdout)
-    asked = [*product((16, 48), (None, "interpolate", 0.5))]
-    assert [(r["length"], r["slope_scale"]) for r in ours] == asked
-    nll = [r["nll"] for r in ours]
-    assert nll[0] == nll[1] and len({*nll[1:]}) == 5  # interpolation acts beyond trained lengths
-    at = words.index("--slope-scale") + 1
-    words[at] = "interpolate"
-    halved = json.loads(run("evaluate", model, *words, "--train-length", 24, "--json").stdout)
-    assert halved[1]["nll"] == nll[5]  # 24 of 48 tokens
-    folder = shutil.copytree(model, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    for scale, expected in (("interpolate", nll[4]), (0.5, nll[5])):
-        (folder / "config.json").write_text(json.dumps({**config, "slope_scale": scale}))
-        words[at] = "none"
-        plain = json.loads(run("evaluate", folder, *words, "--json").stdout)
-        assert plain[1]["nll"] == nll[3]
-        kept = [word for word in words if word not in ("--slope-scale", "none")]
-        assert json.loads(run("evaluate", folder, *kept, "--json").stdout)[1]["nll"] == expected
-
-
 def test_evaluate_fuses_an_existing_model(corpus, tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 256, "hidden_size": 16, "n_head": 2, "n_layer": 1}
@@ -272,35 +245,12 @@ def test_evaluate_fuses_an_existing_model(corpus, tmp_path):
     byte_tokenizer().save(tmp_path / "bloom")
     words = ["evaluate", tmp_path / "bloom", "--corpus", corpus, "--split", "test", "-q"]
     words += ["--limit-tokens", 192, "--length", 64]
-    scaled = [*words, "--slope-scale", "none,interpolate,0.25"]
-    none, interpolated, quarter = json.loads(run(*scaled, "--json").stdout)
+    (ours,) = json.loads(run(*words, "--json").stdout)
     ids = np.frombuffer(load_corpus(str(corpus)).test.tobytes(), np.uint8)
     theirs = evaluate(bloom, ids, length=64, limit_tokens=192)
-    assert none["fused"] and none["nll"] == pytest.approx(theirs.nll, rel=1e-6)
-    assert interpolated["nll"] == pytest.approx(quarter["nll"], rel=1e-6)  # 16 of 64 tokens
-    assert abs(quarter["nll"] - none["nll"]) > 1e-3
-    shown = run(*scaled).stdout
-    assert re.search(r"length +slopes +stride", shown) and "x 0.25" in shown
-    parts = run(*scaled, columns=50).stdout.split("length")[1:]
-    assert len(parts) > 1 and all("slopes" in part and "x 0.25" in part for part in parts)
-
-
-@pytest.mark.filterwarnings("always")
-def test_interpolation_without_a_length_names_the_option_and_leaves_the_other_scales(
-    corpus, tmp_path
-):
-    sizes = {"vocab_size": 256, "hidden_size": 16, "n_head": 2, "n_layer": 1}
-    BloomForCausalLM(BloomConfig(**sizes)).save_pretrained(tmp_path)
-    byte_tokenizer().save(tmp_path)
-    words = ["evaluate", tmp_path, "--corpus", corpus, "--split", "test", "--limit-tokens", 20]
-    words += ["--length", 32, "-q", "--json", "--slope-scale"]
-    rule = "--train-length: must be given for --slope-scale interpolate"
-    said = run(*words, "none,interpolate,0.5")
-    assert f"warning: {rule}" in said.stderr and "interpolate is left out" in said.stderr
-    assert [row["slope_scale"] for row in json.loads(said.stdout)] == [None, 0.5]
-    assert f"error: {rule}" in run(*words, "interpolate").stderr
-    given = run(*words, "interpolate", "--train-length", 8)
-    assert [row["slope_scale"] for row in json.loads(given.stdout)] == ["interpolate"]
+    assert ours["fused"] and ours["nll"] == pytest.approx(theirs.nll, rel=1e-6)
+    parts = run(*words, columns=40).stdout.split("length")[1:]
+    assert len(parts) > 1 and all(" 64 " in part for part in parts)  # each says of which length
 
 
 def test_a_model_that_returns_tuples_is_evaluated_and_generates(model, corpus, tmp_path):
@@ -396,8 +346,6 @@ ERRORS = {
         "{model} --corpus /no/such": "error: --corpus: must be 'stdlib', a file, folder or glob",
         "{model} --corpus {tmp}/one": "text must hold two tokens or more, got 1 in",
         "{model} --corpus {tmp}/nul": "--corpus: files must be UTF-8 text, got a NUL at byte 1",
-        "{model} --slope-scale none,0": "must be none, interpolate or a positive number, got '0'",
-        f"{{model}} {TEXT} --slope-scale none --train-length 0": "--train-length: must be",
         "{model} --device tpu": "error: --device: must be 'auto', 'cpu', or a GPU",
         f"{{model}} {TEXT} --precision int8": "--precision: must be one of ('fp32'",
         f"{{model}} {TEXT} --precision fp16": "--precision: 'fp16' must have a GPU, got a CPU",
@@ -455,6 +403,7 @@ ERRORS = {
         "--slope 1,2,3": "error: --slope: must be one number or 2, one for each head, got 3",
         "--head 2": "error: --head: must be in [0, 2), got 2",
         "--causal --symmetric": "--causal: must stand without --symmetric",
+        "--json --head 0": "--head: must be left out with --json, which has all rows, got 0",
     },
     "slopes": {"0": "error: HEADS: must be at least 1, got 0"},
 }

@@ -15,7 +15,7 @@ NAMES = """
     max-new-tokens max-tokens methods min-learning-rate momentum no-open
     nwords output period position precision preset prompt
     query quiet results resume rows-multiple save-steps schedule seconds seed seeds set shrink
-    slope slope-scale split steps stream stride symmetric t-mult task temperature
+    slope split steps stream stride symmetric t-mult task temperature
     text test test-lengths threads threshold tokenizer tokens tolerance top-k train train-length
     train-lengths valid validate-steps version vocab-size warmup-steps
     weight-decay

@@ -158,7 +158,8 @@ def test_the_command_line_trains_and_scores(text, tmp_path):
     assert short["num_scored"] == long["num_scored"] > 30 and short["nll"] != long["nll"]
     shown = run(*score, "--length", "16").stdout
     assert "masked and scored" in shown and "masked token" in shown and "accuracy" in shown
-    assert "is for causal models, got a Linbias" in run(*score, "--slope-scale", "0.5").stderr
+    shared = run(*score, "--context-parallel", 2).stderr
+    assert "--context-parallel: must be 1 but for causal models, got 2" in shared
     refused = run("generate", folder, "-p", "a")
     assert refused.exit_code == 2 and "MODEL: must hold a causal model" in refused.stderr
     failed = run(*words[:-1], tmp_path / "other", "--position", "alibi", "-q")

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ _GONE = {
     "--prompt-file": "--prompt - reads standard input",
     "--chunk": "linbias.lm.StreamScorer has it",
     "--max-bias": "linbias.slopes has it",
+    "--slope-scale": "linbias.models.load(folder, slope_scale=2) has it, for linbias.lm.evaluate",
     "--csv": "--json prints the same numbers",
     "embed": "linbias.models.embed does it, examples/embed_many.py for a corpus",
     "windows": "linbias reach prints how far heads see",
@@ -167,22 +168,15 @@ _COLUMNS = {
 }
 
 
-def evaluation_table(
-    results: Iterable[Any], *titles: str, slopes: Sequence[str] | None = None
-) -> Table:
-    """What evaluations measured, a row each; `slopes` are a second column."""
+def evaluation_table(results: Iterable[Any], *titles: str) -> Table:
+    """What evaluations measured, a row each."""
     shown = (*titles, "tokens/s")
-    heads = [*shown, "memory"]
-    if slopes is not None:
-        heads.insert(1, "slopes")
-    table = NumberTable(*heads, num_labels=1 if slopes is None else 2)
-    for number, result in enumerate(results):
+    table = NumberTable(*shown, "memory")
+    for result in results:
         cells = []
         for name, form in (_COLUMNS[title] for title in shown):
             value = getattr(result, name)
             cells.append("-" if value is None else f"{value:{form}}")
-        if slopes is not None:
-            cells.insert(1, slopes[number])
         table.add_row(*cells, f"{result.peak_memory_bytes / 2**20:,.0f} MiB")
     return table
 

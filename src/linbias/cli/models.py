@@ -25,8 +25,6 @@ from linbias.lm.settings import TrainSettings
 
 _ENCODER = ("encoder_position", "symmetric")
 
-_SLOPE_SCALE = "Factors on the slopes, such as none,interpolate,0.5. Default: as the model says."
-_TRAIN_LENGTH = "For 'interpolate': tokens per training sequence. Default: as the model says."
 _ONE_PASS = "Read the text in one pass and constant memory, each token after all before it."
 _SPLIT = f"One of {', '.join(SPLITS)}. Default: the whole of a file, the test split of all else."
 _PROMPT = "Text to continue; '-' reads standard input. Default: 'def '."
@@ -138,8 +136,6 @@ def evaluate(
         str | None, option("Tokens read at a time; several as 128,256,512. Default: as trained.")
     ] = None,
     stride: options.Stride = None,
-    slope_scale: Annotated[str | None, option(_SLOPE_SCALE)] = None,
-    train_length: Annotated[int | None, option(_TRAIN_LENGTH)] = None,
     limit_tokens: options.LimitTokens = None,
     batch_tokens: options.BatchTokens = 16384,
     context_parallel: Annotated[
@@ -162,18 +158,14 @@ def evaluate(
     [dim]linbias evaluate output/train --length 256 --stride 1 --limit-tokens 5000[/]
     [dim]linbias evaluate gpt2 --corpus book.txt --length 1024[/]
     [dim]zcat library.gz | linbias evaluate output/train --stream --corpus -[/]
-    [dim]linbias evaluate bigscience/bloom-560m --length 8192 --slope-scale none,interpolate[/]
+    [dim]linbias evaluate bigscience/bloom-560m --length 2048,8192[/]
     [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train --context-parallel 2[/]
     """
     lengths = options.parse_numbers("--length", length)
-    scales = None
-    if slope_scale is not None:
-        scales = list(map(options.parse_slope_scale, slope_scale.split(",")))
     if stream:
         others = {
             "--length": length,
             "--stride": stride,
-            "--slope-scale": slope_scale,
             "--precision": precision,
             "--max-bytes": max_bytes,
             "--context-parallel": None if context_parallel == 1 else context_parallel,
@@ -189,8 +181,6 @@ def evaluate(
         split,
         bar=partial(bar, quiet=quiet or not is_first_process()),
         lengths=lengths,
-        slope_scales=scales,
-        train_length=train_length,
         context_parallel=context_parallel,
         max_bytes=max_bytes,
         device=device,
@@ -207,13 +197,8 @@ def evaluate(
     if isinstance(scores.results[0], HiddenEvaluation):
         columns = ["bits per\nmasked token", "accuracy", "masked"]
     columns = ["length", "stride", "perplexity", *columns]
-    words = None if scales is None else list(map(_scale_in_words, scores.slope_scales))
     out.print(escape(scores.describe()), soft_wrap=True)
-    out.print(evaluation_table(scores.results, *columns, slopes=words))
-
-
-def _scale_in_words(scale: float | str | None) -> str:
-    return scale if isinstance(scale, str) else "as trained" if scale is None else f"x {scale:g}"
+    out.print(evaluation_table(scores.results, *columns))
 
 
 def generate(

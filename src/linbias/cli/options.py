@@ -195,18 +195,3 @@ def parse_numbers(option: str, words: str | None, kind: Any = int) -> Any:
     except ValueError:
         rule = "whole numbers such as 128,256" if kind is int else "numbers such as 0.5,0.25"
         raise ValueError(f"{option}: must be {rule}, got {words!r}") from None
-
-
-def parse_slope_scale(word: str) -> float | str | None:
-    """none, interpolate or a positive number as `slope_scale` of a model."""
-    if word in ("none", "interpolate"):
-        return None if word == "none" else word
-    try:
-        scale = float(word)
-    except ValueError:
-        scale = 0.0
-    if not 0.0 < scale < float("inf"):
-        raise ValueError(
-            f"--slope-scale: must be none, interpolate or a positive number, got {word!r}"
-        )
-    return scale

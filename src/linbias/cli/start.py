@@ -64,10 +64,11 @@ def explain(
     causal = causal or (arrays is not None and not symmetric)
     trace, tokens = example.trace(arrays, causal=causal, slope=slopes)
     plain, _ = example.trace(arrays, causal=causal, slope=[0.0])
+    if as_json:
+        options.refuse({"--query": query, "--head": head}, "--json, which has all rows")
+        return print_json(example.to_json(trace, plain))
     queries = example.find(query, trace, tokens)
     heads = example.find_heads(head, len(trace.weights))
-    if as_json:
-        return print_json(example.to_json(trace, plain, queries, heads))
     if query is None:
         out.print(matrices.of(trace, plain, heads))
         if matrices.too_large(trace):
