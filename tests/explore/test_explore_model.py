@@ -150,7 +150,7 @@ def test_reach_is_measured_over_the_later_half_of_the_rows():
         bands[0, 0, t, t] = 1.0  # looks at itself
         bands[0, 1, t, max(0, t - 3)] = 0.8
         bands[0, 1, t, t] += 0.2
-    assert reading.reach(bands) == {"mean": [[0.0, pytest.approx(0.8 * 3)]], "within": [[0, 3]]}
+    assert reading.reach(bands) == [[0.0, pytest.approx(0.8 * 3)]]
 
 
 def test_departure_is_the_share_of_weight_that_lies_elsewhere(shown_model, model_folder):
@@ -385,8 +385,8 @@ def test_it_opens_on_the_head_that_departs_most(visit, model_file, shown_model):
     answer = panel.locator(".answer").inner_text()
     departs = f"departs most from its bias: {departure.max():.0%} of"
     assert answer.startswith(f"Layer {layer}, head {head} (slope {slope}) {departs}")
-    assert f"looks {one['reach']['mean'][layer][head]:.1f} tokens back" in answer
-    assert f"it would look {one['alone']['mean'][head]:.1f}" in answer
+    assert f"looks {one['reach'][layer][head]:.1f} tokens back" in answer
+    assert f"it would look {one['alone'][head]:.1f}" in answer
     assert f"depart by {departure.mean():.0%} on average" in answer
     assert_head(panel, layer, head)
     panel.get_by_role("radio", name="Layer 1, head 1").click()
@@ -428,7 +428,6 @@ def test_a_models_numbers_are_those_of_the_model(visit, model_file, shown_model,
     panel.page.keyboard.press("ArrowDown")
     check(1, 2, 25)
     panel.get_by_role("radio", name="Layer 0, head 3").click()
-    panel.get_by_role("radio", name="logarithmic").click()
     check(0, 3, 25)
 
 
@@ -442,16 +441,9 @@ def test_every_head_is_reached_by_keys(visit, model_file, shown_model):
         keys.press(key)
         assert_head(panel, layer, head)
         assert panel.page.evaluate("document.activeElement.getAttribute('aria-checked')") == "true"
-    for label, values, alone, form in (
-        ("departure", one["departure"], None, "{:.0%}"),
-        ("mean distance", one["reach"]["mean"], one["alone"]["mean"], "{:.1f}"),
-        ("holds 90%", one["reach"]["within"], one["alone"]["within"], "{}"),
-    ):
-        panel.get_by_role("radio", name=label, exact=True).check()
-        heads = panel.locator("button.head-cell")
-        assert heads.all_inner_texts() == [form.format(x) for row in values for x in row]
-        below = panel.locator(".head-cell.alone").all_inner_texts()
-        assert below == ([""] * 4 if alone is None else [form.format(x) for x in alone])
+    heads = panel.locator("button.head-cell")
+    assert heads.all_inner_texts() == [f"{x:.0%}" for row in one["departure"] for x in row]
+    assert panel.locator(".head-cell.alone").count() == 4
 
 
 def test_the_methods_of_a_run_stand_side_by_side(visit, run_file, shown_run):
@@ -502,7 +494,7 @@ def test_the_methods_of_a_run_stand_side_by_side(visit, run_file, shown_run):
     assert losses.get_attribute("aria-valuetext").endswith(f": {alibi['bits'][21]:.2f} bits")
 
     choose(panel, "rotary")
-    mean = np.array(rotary["reach"]["mean"])
+    mean = np.array(rotary["reach"])
     layer, head = np.unravel_index(mean.argmax(), mean.shape)
     looks = f"looks farthest: {mean.max():.1f} tokens back"
     assert panel.locator(".answer").inner_text().startswith(f"Layer {layer}, head {head} {looks}")
@@ -631,11 +623,10 @@ def test_the_command_puts_models_and_results_into_the_page(text_file, model_fold
 
 
 def test_a_link_shows_what_its_sender_saw(visit, model_file):
-    panel = open_model(visit, model_file, "layer=1&head=2&query=25&log=1")
+    panel = open_model(visit, model_file, "layer=1&head=2&query=25")
     assert_head(panel, 1, 2)
     text = panel.get_by_role("slider", name="Query", exact=True)
     assert text.get_attribute("aria-valuenow") == "25"
-    assert panel.get_by_role("radio", name="logarithmic").is_checked()
     panel = open_model(visit, model_file, "model=7&layer=9&head=-1&query=x")
     text = panel.get_by_role("slider", name="Query", exact=True)
     assert text.get_attribute("aria-valuenow") == "38"
