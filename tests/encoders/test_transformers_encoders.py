@@ -451,7 +451,7 @@ def test_a_new_head(tmp_path: Path) -> None:
         ({"num_hidden_layers": -1}, r"num_hidden_layers must be an integer of at least 1, got -1"),
         ({"num_hidden_layers": 10**9}, r"num_hidden_layers must be at most 2048"),
         ({"id2label": 3}, r"id2label must be None or a mapping, got 3"),
-        ({"pad_token_id": 97}, r"pad_token_id must be None or in \[0, 97\), got 97"),
+        ({"pad_token_id": 257}, r"pad_token_id must be None or in \[0, 257\), got 257"),
         ({"hidden_act": "os.system"}, r"hidden_act must be the name of an activation"),
         ({"feed_forward_type": "original"}, r"must be one of \('geglu', .*got 'original'"),
         ({"intermediate_size": 60}, r"feed_forward.gated.weight of shape \[128, 48\] .* \[120"),
