@@ -14,9 +14,9 @@ NAMES = """
     initial-learning-rate json learning-rate length limit-tokens log-steps max-bytes
     max-new-tokens max-tokens methods min-learning-rate momentum no-open
     nwords output period position precision preset prompt
-    query quiet results resume rows-multiple save-steps schedule seconds seed seeds set shrink
+    query quiet results rows-multiple save-steps schedule seconds seed seeds set shrink
     slope split steps stream stride symmetric t-mult task temperature
-    text test test-lengths threads threshold tokenizer tokens tolerance top-k train train-length
+    text test test-lengths threads threshold tokenizer tokens tolerance top-k train
     train-lengths valid validate-steps version vocab-size warmup-steps
     weight-decay
 """.split()

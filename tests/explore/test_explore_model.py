@@ -18,7 +18,7 @@ import browser
 import linbias
 from explorer_page import styles
 from linbias import explore
-from linbias.data.tokenizers import byte_tokenizer, character_tokenizer, train_bpe
+from linbias.data.tokenizers import byte_tokenizer, train_bpe
 from linbias.explore import model, reading
 from linbias.lm import TrainSettings, evaluate, extrapolate
 from linbias.lm.settings import ExtrapolateSettings
@@ -267,7 +267,7 @@ def test_what_does_not_fit_beside_a_model_is_left_out(
     run_folder, text_file, tmp_path, monkeypatch
 ):
     folder = Path(shutil.copytree(run_folder, tmp_path / "run"))
-    save(folder / "models" / "rotary-L24-s0", character_tokenizer(sorted(set(CONTENT))))
+    save(folder / "models" / "rotary-L24-s0", train_bpe(b"na na na na", 260))
     (folder / "models" / "learned-L24-s0" / "model.safetensors").write_bytes(b"")
     shown = model.read(folder, text_file, limit_tokens=T)
     assert [one["name"] for one in shown["models"]] == ["alibi-L24-s0"]
@@ -311,25 +311,17 @@ def test_what_a_model_cannot_read_is_refused(tmp_path, model_folder, content, li
         model.read(model_folder, path, limit_tokens=limit)
 
 
-def test_tokens_of_characters_and_byte_pairs(tmp_path):
+def test_tokens_of_byte_pairs(tmp_path):
     content = "na na na na \U0001f642 \u05e9\u05dc"
     (tmp_path / "text").write_text(content, "utf-8")
-    characters, pairs = (
-        model.read(save(tmp_path / name, tokenizer), tmp_path / "text")
-        for name, tokenizer in (
-            ("characters", character_tokenizer(sorted(set(content)))),
-            ("pairs", train_bpe(b"na na na na", 260)),
-        )
-    )
-    for shown in (characters, pairs):
-        assert (shown["whole"], shown["unit"]) == (True, "byte")
-        [one] = shown["models"]
-        num_bytes = len(content.encode()) - len(shown["tokens"][0])
-        assert one["losses"]["all"] == pytest.approx(sum(one["bits"][1:]) / num_bytes, abs=1e-4)
-    assert characters["tokens"] == list(content)
-    assert "".join(pairs["tokens"]).startswith("na na na na ")
-    assert "na" in [token.strip() for token in pairs["tokens"]]
-    assert pairs["tokens"][-4:] == ["\\xd7", "\\xa9", "\\xd7", "\\x9c"]
+    shown = model.read(save(tmp_path / "pairs", train_bpe(b"na na na na", 260)), tmp_path / "text")
+    assert (shown["whole"], shown["unit"]) == (True, "byte")
+    [one] = shown["models"]
+    num_bytes = len(content.encode()) - len(shown["tokens"][0])
+    assert one["losses"]["all"] == pytest.approx(sum(one["bits"][1:]) / num_bytes, abs=1e-4)
+    assert "".join(shown["tokens"]).startswith("na na na na ")
+    assert "na" in [token.strip() for token in shown["tokens"]]
+    assert shown["tokens"][-4:] == ["\\xd7", "\\xa9", "\\xd7", "\\x9c"]
 
 
 def test_tokens_of_other_tokenizers():

@@ -250,9 +250,6 @@ def test_calls_that_it_cannot_serve_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    rounded = fuse(bloom().eval(), rounding="checkpoint")
-    with pytest.raises(ValueError, match="rounding='exact', got 'checkpoint'"):
-        rounded(ids, past_key_values=WindowCache.for_model(rounded))
     for other in (build_paper(position="rotary"), build(position="forget")):
         with pytest.raises(ValueError, match="must be given to a model with linear biases"):
             other(torch.tensor([[5, 6]]), past_key_values=cache)

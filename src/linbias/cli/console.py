@@ -32,6 +32,7 @@ _GONE = {
     "--chunk": "linbias.lm.StreamScorer has it",
     "--max-bias": "linbias.slopes has it",
     "--slope-scale": "linbias.models.load(folder, slope_scale=2) has it, for linbias.lm.evaluate",
+    "--resume": "paper evaluate scores a text at once",
     "--csv": "--json prints the same numbers",
     "embed": "linbias.models.embed does it, examples/embed_many.py for a corpus",
     "windows": "linbias reach prints how far heads see",

@@ -45,12 +45,12 @@ Model = Annotated[
 Corpus = Annotated[
     str,
     text_option(
-        "'stdlib' (Python's own source), a text file, folder, glob, or Hugging Face data set; "
+        "'stdlib' (Python's own source), a text file, folder, or Hugging Face data set; "
         "wikitext-2, wikitext-103 and tiny-shakespeare are short names."
     ),
 ]
 MaxBytes = Annotated[int | None, text_option("Read at most this many bytes per split.")]
-_TOKENIZERS = "'bytes', 'characters', or 'bpe' learned from the text."
+_TOKENIZERS = "'bytes', or 'bpe' learned from the text."
 Tokenizer = Annotated[str, text_option(_TOKENIZERS)]
 VocabSize = Annotated[int, text_option("Tokens of 'bpe'.")]
 

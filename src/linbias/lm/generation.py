@@ -12,7 +12,7 @@ from transformers import TextStreamer
 from linbias.lm.checkpoints import open_model
 from linbias.lm.streaming import stream as stream_tokens
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
-from linbias.models.loading import encode, load_tokenizer
+from linbias.models.loading import load_tokenizer
 from linbias.models.window_cache.cache import WindowCache
 
 LONG = 200  # a prompt with more characters is not printed again
@@ -115,8 +115,7 @@ def _opened(path: str | Path, prompt: str, temperature: float, top_k: int) -> tu
         raise ValueError(f"generate: path must hold a causal model, got {path}, which {why}")
     try:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    except Exception as error:  # the library raises its own kind for a character that has no token
-        encode(files, prompt.encode())  # names the character
+    except Exception as error:  # the library raises its own kind for a word that has no token
         raise ValueError(
             "generate: prompt must be text that the model's tokenizer reads, got "
             f"{prompt!r} ({error})"

@@ -173,7 +173,7 @@ class ExtrapolateSettings(Checked):
             times each training length.
         seeds: One model of each kind per seed; figures show their mean and range.
         corpus: What `load_corpus` reads.
-        tokenizer: "bytes", "characters" or "bpe".
+        tokenizer: "bytes" or "bpe".
         vocab_size: Of "bpe".
         max_bytes: Read at most this many bytes of each split; None reads all.
         stride: None tests segments without overlap, else a sliding window (see `evaluate`).

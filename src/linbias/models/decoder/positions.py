@@ -50,14 +50,6 @@ class Position(nn.Module):
         super().__init__()
         self.causal = causal
 
-    @property
-    def why_not_slopes(self) -> str:
-        """Why a cache cannot attend itself: slopes do not say it all."""
-        return (
-            "a cache whose heads keep different keys must be given to a model with linear biases "
-            f"that do not depend on the text, got one with {type(self).__name__}"
-        )
-
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
         return hidden
 
@@ -124,7 +116,6 @@ class LinearBias:
     counts_hidden = False
     causal = True
     implementation: str
-    why_not_slopes: str
 
     @property
     def decodes(self) -> bool:

@@ -71,7 +71,7 @@ class WindowCache(Cache):
         Raises:
             ValueError: An option breaks a rule above; the model has no linear biases, or its
                 slopes follow the length of the text; windows="weights" and a layer's weights do
-                not say; the model is fused with rounding="checkpoint".
+                not say.
         """
         if on_uncertified not in POLICIES:
             got = f"must be one of {POLICIES}, got {on_uncertified!r}"
