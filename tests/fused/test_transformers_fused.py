@@ -462,9 +462,7 @@ def test_what_is_no_model_and_what_is_not_fused_are_refused() -> None:
         other(torch.ones(1, 3, dtype=torch.int64))
     _, fused = pair(mpt)
     whole = torch.ones(2, 1, 20, 20, dtype=torch.bool)
-    with pytest.raises(
-        ValueError, match=r"attention_mask must have shape \[B, S\], got \[2, 1, 20, 20\]"
-    ):
+    with pytest.raises(ValueError, match=r"must have shape \[B, S\], got \[2, 1, 20, 20\]"):
         fused(batch()[0], attention_mask=whole)
 
 
