@@ -128,8 +128,8 @@ def cautions(results: ExtrapolationResults) -> list[str]:
         return []
     return [
         "Where it says one seed, one model was trained: another seed trains another one, whose "
-        "numbers differ, and small differences may turn round. With --seeds 0,1,2 the figures show "
-        "the mean and the range of three."
+        "numbers differ, and small differences may turn round. With --seeds 0,1,2 the figures "
+        "show the mean and the range of three."
     ]
 
 
