@@ -210,16 +210,11 @@ def test_a_file_by_its_name_is_scored_whole_and_a_length_beyond_it_is_remarked_o
     assert re.fullmatch(said, own.stderr)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_evaluate_computes_on_the_device_and_in_the_precision_that_are_asked_for(
-    model, corpus, precision
-):
+def test_evaluate_computes_on_the_device_that_is_asked_for(model, corpus):
     words = ["evaluate", model, "--corpus", corpus, "--split", "test", "-q", "--json"]
     (plain,) = json.loads(run(*words).stdout)
-    asked = run(*words, "--device", "cpu", "--precision", precision)
-    (result,) = json.loads(asked.stdout)
-    assert (result["nll"] == plain["nll"]) == (precision == "fp32")
-    assert result["nll"] == pytest.approx(plain["nll"], rel=0.01)
+    (result,) = json.loads(run(*words, "--device", "cpu").stdout)
+    assert result["nll"] == plain["nll"]
 
 
 @pytest.mark.processes
@@ -343,12 +338,10 @@ ERRORS = {
         "{model} --length a": "--length: must be whole numbers such as 128,256",
         f"{{model}} {TEXT} --length 0": "error: --length: must be at least 1",
         "{model} --corpus {corpus} --split no": "--split: must be one of train, valid, test",
-        "{model} --corpus /no/such": "error: --corpus: must be 'stdlib', a file, folder or glob",
+        "{model} --corpus /no/such": "error: --corpus: must be 'stdlib', a file or folder",
         "{model} --corpus {tmp}/one": "text must hold two tokens or more, got 1 in",
         "{model} --corpus {tmp}/nul": "--corpus: files must be UTF-8 text, got a NUL at byte 1",
         "{model} --device tpu": "error: --device: must be 'auto', 'cpu', or a GPU",
-        f"{{model}} {TEXT} --precision int8": "--precision: must be one of ('fp32'",
-        f"{{model}} {TEXT} --precision fp16": "--precision: 'fp16' must have a GPU, got a CPU",
     },
     "train": {
         "--set width": "--set: must be NAME=VALUE, got 'width'",
@@ -434,6 +427,7 @@ def test_an_error_is_one_line(words, message, model, corpus, tmp_path):
         (["windows", "a"], "There is no windows: linbias reach prints"),
         (["bias", 2, 3], "There is no bias: linbias.bias gives the matrices"),
         (["explain", "--csv"], "There is no --csv: --json prints the same numbers."),
+        (["evaluate", "a", "--precision", "bf16"], "There is no --precision: linbias.models.load"),
         (
             ["paper", "translate", "a"],
             "There is no translate: docs/paper.md has",
@@ -448,7 +442,7 @@ def test_what_went_says_what_does_its_work(words, message):
 
 @pytest.mark.filterwarnings("always")
 def test_a_warning_is_one_line_beside_the_result(model, corpus):
-    result = run("evaluate", model, "--corpus", f"{corpus.parent}/*", "--length", 16, "--json")
+    result = run("evaluate", model, "--corpus", corpus.parent, "--length", 16, "--json")
     assert result.stderr == ""  # the one file of the folder, cut as before
     with (corpus.parent / "more.txt").open("w") as file:
         file.write("other words")

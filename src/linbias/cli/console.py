@@ -32,6 +32,7 @@ _GONE = {
     "--chunk": "linbias.lm.StreamScorer has it",
     "--max-bias": "linbias.slopes has it",
     "--slope-scale": "linbias.models.load(folder, slope_scale=2) has it, for linbias.lm.evaluate",
+    "--precision": "linbias.models.load(folder, dtype=...) has it, for linbias.lm.evaluate",
     "--resume": "paper evaluate scores a text at once",
     "--csv": "--json prints the same numbers",
     "embed": "linbias.models.embed does it, examples/embed_many.py for a corpus",
@@ -63,7 +64,10 @@ class _Commands(TyperGroup):
     """Commands that end an error with one line and status 2, and Ctrl-C with status 130."""
 
     def resolve_command(self, context: Any, args: list[str]) -> Any:
-        for word in (args[0], *(word for word in args[1:] if word.startswith("--"))):
+        command: Any = self.get_command(context, args[0])
+        words = [] if hasattr(command, "commands") else args[1:]  # whose own group looks at them
+        known = {name for parameter in getattr(command, "params", ()) for name in parameter.opts}
+        for word in [*args[:1], *({word for word in words if word[:2] == "--"} - known)]:
             if word in _GONE and self.get_command(context, word) is None:
                 context.fail(f"There is no {word}: {_GONE[word]}.")
         return super().resolve_command(context, args)

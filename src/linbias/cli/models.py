@@ -146,7 +146,6 @@ def evaluate(
     split: Annotated[str | None, options.text_option(_SPLIT)] = None,
     max_bytes: options.MaxBytes = None,
     device: options.Device = "auto",
-    precision: options.PrecisionOrOwn = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
@@ -166,7 +165,6 @@ def evaluate(
         others = {
             "--length": length,
             "--stride": stride,
-            "--precision": precision,
             "--max-bytes": max_bytes,
             "--context-parallel": None if context_parallel == 1 else context_parallel,
         }
@@ -187,7 +185,6 @@ def evaluate(
         stride=stride,
         batch_tokens=batch_tokens,
         limit_tokens=limit_tokens,
-        precision=precision,
     )
     if not is_first_process():
         return

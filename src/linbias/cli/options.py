@@ -56,9 +56,6 @@ VocabSize = Annotated[int, text_option("Tokens of 'bpe'.")]
 
 # Evaluation
 Device = Annotated[str, option("'auto' takes a GPU where there is one; or 'cpu', 'cuda:1'.")]
-PrecisionOrOwn = Annotated[
-    str | None, option("'fp32', 'bf16', or on a GPU 'fp16'. Default: that of the weights.")
-]
 BatchTokens = Annotated[int, option("Tokens per forward pass.")]
 LimitTokens = Annotated[int | None, option("Score at most this many tokens.")]
 Stride = Annotated[

@@ -80,7 +80,6 @@ def evaluate_hidden(
     batch_tokens: int = 16384,
     limit_tokens: int | None = None,
     device: torch.device | str | None = None,
-    precision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> HiddenEvaluation:
     """Scores a masked model on a text, as `evaluate` does a causal one."""
@@ -105,7 +104,7 @@ def evaluate_hidden(
         )
     rows = max(1, min(batch_tokens, MAX_LOGITS // model.config.vocab_size) // (width + 1))
     sums, num_done, start_time = np.zeros(2), 0, time.perf_counter()
-    with computing(model, device, precision, width + 1) as memory:
+    with computing(model, device, width + 1) as memory:
         every_block = masked_blocks(num_tokens, width, moved)
         batches = iter(lambda: list(islice(every_block, rows)), [])
         for batch in islice(batches, rank(), None, num_processes()):

@@ -99,7 +99,7 @@ def score(
     _check(model, ids, length, context_window, batch_tokens)
     log_probs, num_done = np.empty(len(ids), np.float32), 0
     start_time = time.perf_counter()
-    with computing(model, device=None, precision=None, longest=length) as memory:
+    with computing(model, device=None, longest=length) as memory:
         stream = np.concatenate([[model.config.eos_token_id], ids])
         every = windows(len(ids), length, context_window)
         for losses, _ in losses_of(model, stream, every, batch_tokens):
