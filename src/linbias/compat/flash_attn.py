@@ -140,7 +140,8 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Result
         torch.Size([1, 5, 2, 8])
     """
     _check_arrays("flash_attn_qkvpacked_func", qkv=(qkv, "B T 3 H D"))
-    return flash_attn_func(*qkv.unbind(2), *args, **options)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **options)
 
 
 @_with_options
@@ -159,7 +160,8 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) 
         torch.Size([1, 5, 4, 8])
     """
     _check_arrays("flash_attn_kvpacked_func", kv=(kv, "B S 2 G D"))
-    return flash_attn_func(q, *kv.unbind(2), *args, **options)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_varlen_func(
@@ -248,8 +250,9 @@ def flash_attn_varlen_qkvpacked_func(
         torch.Size([5, 2, 8])
     """
     _check_arrays("flash_attn_varlen_qkvpacked_func", qkv=(qkv, "total 3 H D"))
+    q, k, v = qkv.unbind(1)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*qkv.unbind(1), *lengths, *args, **options)
+    return flash_attn_varlen_func(q, k, v, *lengths, *args, **options)
 
 
 @_with_options
@@ -280,7 +283,8 @@ def flash_attn_varlen_kvpacked_func(
     """
     _check_arrays("flash_attn_varlen_kvpacked_func", kv=(kv, "total_k 2 G D"))
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return flash_attn_varlen_func(q, *kv.unbind(1), *lengths, *args, **options)
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, *lengths, *args, **options)
 
 
 @torch.no_grad()
