@@ -2,8 +2,8 @@
 
 The front ends are submodules that load when they are first named, and their framework with them:
 `linbias.torch`, `linbias.jax`, `linbias.models`; `linbias.cpu` is the compiled core for NumPy
-arrays, `linbias.plots` draws, `linbias.compat` runs well-known ALiBi code under its own names. The
-project's own idea, to read: `linbias.near_to_far`.
+arrays, `linbias.compat` runs well-known ALiBi code under its own names. The project's own idea, to
+read: `linbias.near_to_far`.
 """
 
 from importlib import import_module
@@ -44,7 +44,6 @@ _LOADED_WHEN_NAMED = (
     "jax",
     "lm",
     "models",
-    "plots",
     "torch",
 )
 
@@ -53,6 +52,8 @@ if not TYPE_CHECKING:  # a type checker asks for the import to be written out
     def __getattr__(name: str) -> object:
         if name in _LOADED_WHEN_NAMED:
             return import_module(f"linbias.{name}")
+        if name == "plots":
+            raise ImportError("linbias.plots went: Matplotlib draws what linbias.bias gives")
         raise AttributeError(f"module 'linbias' has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -18,7 +18,6 @@ PARTS = {
     "linbias.models": ("lm", ("torch", "transformers", "tokenizers", "safetensors")),
     "linbias.models.passages": ("embed", ("sentence_transformers",)),
     "linbias.data": ("lm", ("tokenizers",)),
-    "linbias.plots": ("plots", ("matplotlib",)),
     "linbias.lm": (
         "lm",
         ("torch", "transformers", "accelerate", "tokenizers", "matplotlib"),

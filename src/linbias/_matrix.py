@@ -1,6 +1,6 @@
 """Matrices to look at: what stands in each cell, and how dark it is.
 
-The terminal, SVG and Matplotlib paint them, and decide nothing of that again.
+The terminal and SVG paint them, and decide nothing of that again.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,11 @@ class Scale(NamedTuple):
     """From numbers to shades, of which 0 is the ground and 1 the full colour."""
 
     colour: str  # "#RRGGBB"
-    full: float  # the number of a full shade; 0 has none
-    power: float = 1.0  # below 1 it spreads small numbers over more shades
+    full: float  # the number of a full shade
 
     def shades(self, values: npt.ArrayLike) -> Float64:
         """The shade of each number, between 0 and 1."""
-        shares = np.asarray(values, np.float64) / self.full
-        shades: Float64 = shares.clip(0.0, 1.0) ** self.power
+        shades: Float64 = (np.asarray(values, np.float64) / self.full).clip(0.0, 1.0)
         return shades
 
     def rgb(self) -> tuple[int, ...]:
@@ -48,7 +46,6 @@ class Matrix(NamedTuple):
         values: [T, S], NaN where a key is hidden.
         rows, columns: Their names; none where positions are enough.
         scale: None for numbers without shades.
-        digits: Decimals of the numbers in the cells.
     """
 
     title: str
@@ -56,13 +53,10 @@ class Matrix(NamedTuple):
     rows: Sequence[str] = ()
     columns: Sequence[str] = ()
     scale: Scale | None = None
-    digits: int = 4
 
     def texts(self) -> list[list[str]]:
         """What stands in each cell."""
-        return [
-            [HIDDEN if np.isnan(x) else f"{x:.{self.digits}f}" for x in row] for row in self.values
-        ]
+        return [[HIDDEN if np.isnan(x) else f"{x:.4f}" for x in row] for row in self.values]
 
     def shades(self) -> Float64:
         """How dark each cell is, NaN where a key is hidden; without a scale none is."""

@@ -2,7 +2,7 @@
 
 import math
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +106,12 @@ def find(query: str | None, trace: Explanation, tokens: list[str]) -> list[int]:
     return [trace.find(query, tokens)]
 
 
-def find_heads(head: int | None, num_heads: int, command: str = "explain") -> list[int]:
+def find_heads(head: int | None, num_heads: int) -> list[int]:
     """The one head that was asked for, or all."""
     if head is None:
         return list(range(num_heads))
     if not 0 <= head < num_heads:
-        raise ValueError(f"{command}: head must be in [0, {num_heads}), got {head}")
+        raise ValueError(f"explain: head must be in [0, {num_heads}), got {head}")
     return [head]
 
 
@@ -121,78 +121,17 @@ def side_by_side(heads: Float64) -> Float64:
     return joined
 
 
-STEPS = ("raw", "scaled", "bias", "scores", "weights", "output")
-
-
-def to_json(
-    trace: Explanation, plain: Explanation, queries: list[int], heads: list[int]
-) -> dict[str, Any]:
-    """The chosen rows of a trace as JSON values; what is infinite (hidden keys) becomes null.
-
-    Args:
-        trace: With the bias.
-        plain: The same without it.
-        queries, heads: Which rows; averages and joined outputs are those of all heads.
+def to_json(trace: Explanation, plain: Explanation) -> dict[str, Any]:
+    """A trace as JSON values, beside weights and output of the same one without a bias; what is
+    infinite (hidden keys) becomes null.
     """
-    rows = [
-        {
-            "head": head,
-            "query": query,
-            "q": trace.q[head, query].tolist(),
-            **{name: _finite(getattr(trace, name)[head, query].tolist()) for name in STEPS},
-            "weights_without_bias": plain.weights[head, query].tolist(),
-            "output_without_bias": plain.output[head, query].tolist(),
-        }
-        for query in queries
-        for head in heads
-    ]
-    together = [
-        {
-            "query": query,
-            "average_weights": trace.weights.mean(0)[query].tolist(),
-            "average_weights_without_bias": plain.weights.mean(0)[query].tolist(),
-            "output": side_by_side(trace.output)[query].tolist(),
-            "output_without_bias": side_by_side(plain.output)[query].tolist(),
-        }
-        for query in queries
-    ]
-    left, right = (_finite(side.tolist()) for side in (trace.slopes, trace.right_slopes))
-    return {
-        "tokens": trace.names(),
-        "slopes": left,
-        "right_slopes": right,
-        "rows": rows,
-        "all_heads": together,
+    without = {
+        f"{name}_without_bias": getattr(plain, name).tolist() for name in ("weights", "output")
     }
+    return {**{name: _finite(x) for name, x in trace.to_dict().items()}, **without}
 
 
-CSV_TITLES = ("quantity", "bias", "head", "query", "query_token", "column", "key_token", "value")
-
-
-def to_csv(
-    trace: Explanation, plain: Explanation, queries: list[int], heads: list[int]
-) -> Iterator[tuple[str | int | float, ...]]:
-    """The same numbers as lines of `CSV_TITLES`; of hidden keys only their weights, 0."""
-    names, start = trace.names(), int(trace.query_start)
-    for bias, found in (("with", trace), ("without", plain)):
-        of_heads: list[tuple[str, int | str, Float64]] = [
-            (name, head, getattr(found, name)[head])
-            for head in heads
-            for name in (STEPS if bias == "with" else ("weights", "output"))
-        ]
-        together: list[tuple[str, int | str, Float64]] = [
-            ("weights", "average", found.weights.mean(0)),
-            ("output", "all", side_by_side(found.output)),
-        ]
-        for quantity, head, matrix in [*of_heads, *together]:
-            for query in queries:
-                position = start + query
-                asking = names[position] if 0 <= position < len(names) else ""
-                for column, value in enumerate(matrix[query].tolist()):
-                    if math.isfinite(value):
-                        key = "" if quantity == "output" else names[column]
-                        yield quantity, bias, head, query, asking, column, key, value
-
-
-def _finite(values: list[float]) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values]
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,5 +1,4 @@
-"""The position methods, one record each, which models, commands, reports, plots and the explorer
-read.
+"""The position methods, one record each, which models, commands, reports and the explorer read.
 
 This module imports nothing of the package, so that the command line and the explorer can name the
 methods without loading PyTorch; the classes are in `linbias.models`.

@@ -5,17 +5,16 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from linbias.data.tokenizers import byte_tokenizer
-from linbias.lm import StreamScorer, generate, streaming
+from linbias.lm import StreamScorer, generate
 from linbias.models import LinbiasForConditionalGeneration, LinbiasSeq2SeqConfig
 from linbias.models.loading import load
-from linbias.models.window_cache.reach import reach_of_weights
+from linbias.models.window_cache.reach import Reach, reach_of_weights
 from small_models import build
 from test_cli import run
 
@@ -50,13 +49,8 @@ def test_many_heads_are_summed_up(tmp_path):
 
 def test_heads_without_a_reach_need_all_keys(tmp_path, monkeypatch):
     """As of slopes that vanish beside the scores."""
-    measure = streaming.needed_reach
-
-    def endless(*arguments, **options):
-        found = measure(*arguments, **options)
-        return replace(found, needed=found.needed + np.inf)
-
-    monkeypatch.setattr(streaming, "needed_reach", endless)
+    needed = Reach.of_heads
+    monkeypatch.setattr(Reach, "of_heads", lambda *given: needed(*given) + np.inf)
     build().float().save_pretrained(tmp_path)
     shown = run("reach", tmp_path).stdout
     assert "all" in shown and "0 of 8 heads have a reach" in shown
@@ -86,24 +80,12 @@ def expected_of(folder, ids, **options):
     return scorer.result()
 
 
-def test_a_text_needs_fewer_keys_than_the_weights_say(writer):
-    folder, text = writer
-    options = ["reach", folder, "--corpus", text, "--limit-tokens", 2500]
-    found = json.loads(run(*options, "--json").stdout)
-    assert found["num_tokens"] == 2501 and found["uncertified"] == 0
-    assert 0 < np.sum(found["kept"]) < np.sum(found["reach"])
-    shown = run(*options)
-    assert "Keys that were kept of 2,501 tokens" in shown.stdout
-    assert "certified in every row" in shown.stdout
-    assert f"{np.sum(found['kept']):,.0f} keys over 8 heads" in shown.stdout
-
-
 def test_a_text_is_scored_in_one_pass(writer):
     folder, text = writer
     content = text.read_bytes()
-    expected = expected_of(folder, np.frombuffer(content, np.uint8), chunk=100)
+    expected = expected_of(folder, np.frombuffer(content, np.uint8))
     words = ["evaluate", folder, "--stream", "--corpus", text]
-    shown = run(*words, "--chunk", 100).stdout
+    shown = run(*words).stdout
     assert f"{len(content) - 1:,} tokens of {len(content):,} bytes in one pass" in shown
     assert f"perplexity {expected.perplexity:,.3f}" in shown
     assert f"{expected.bits_per_byte(len(content)):.4f} bits per byte" in shown
@@ -136,9 +118,7 @@ def test_a_stream_goes_on_until_it_is_told_to_end(writer):
 ERRORS = {
     "evaluate --stream --length 8": "--length: must be left out with --stream, got 8",
     "evaluate --stream --max-bytes 8": "--max-bytes: must be left out with --stream",
-    "evaluate --stream --chunk 0": "--chunk: must be at least 1, got 0",
     "evaluate --stream --limit-tokens -3": "--limit-tokens: must be at least 1, got -3",
-    "reach --corpus stdlib --limit-tokens 0": "--limit-tokens: must be at least 1, got 0",
     "reach --tolerance 0": "--tolerance: must be in (0, 1), got 0.0",
     "reach --tolerance nan": "--tolerance: must be in (0, 1), got nan",
     "generate --stream --json": "--json: must be left out with --stream",
@@ -154,11 +134,12 @@ def test_what_cannot_be_is_refused(writer, words, message):
     assert result.exit_code == 2 and message in result.stderr
 
 
-def test_a_model_that_fills_gaps_is_refused(tmp_path):
-    config = LinbiasSeq2SeqConfig(vocab_size=356, hidden_size=16, num_attention_heads=2)
+def test_a_model_that_writes_another_text_is_refused(tmp_path):
+    config = LinbiasSeq2SeqConfig(vocab_size=256, hidden_size=16, num_attention_heads=2)
     LinbiasForConditionalGeneration(config).save_pretrained(tmp_path)
-    byte_tokenizer().with_sentinels().save(tmp_path)
-    for words in (["generate", "--stream"], ["evaluate", "--stream"], ["reach"]):
+    byte_tokenizer().save(tmp_path)
+    commands = (["generate", "--stream"], ["generate"], ["evaluate", "--stream"], ["reach"])
+    for words in commands:
         result = run(words[0], tmp_path, *words[1:])
         assert result.exit_code == 2 and "error: MODEL: must " in result.stderr
         assert "causal" in result.stderr

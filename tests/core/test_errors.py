@@ -13,7 +13,6 @@ import torch
 
 import linbias
 import linbias.jax
-import linbias.plots
 import linbias.torch
 from linbias import _dispatch, _request
 from linbias._request import checks, keywords, seen
@@ -308,8 +307,6 @@ EVERY_FUNCTION = [
     (linbias.near_to_far.attention, X, X, X),
     (linbias.near_to_far.share_outside, X, X, 0, 3),
     (linbias.cpu.attention, X, X, X),
-    (linbias.plots.bias, [0.5], 3),
-    (linbias.plots.reach, X[0], X[0]),
     (linbias.torch.attention, X, X, X),
     (linbias.torch.attention_weights, X, X),
     (linbias.torch.attention_varlen, *[X[0, 0]] * 3, ints(0, 3), ints(0, 3)),

@@ -39,7 +39,6 @@ LAYERS = {
     "data": {"_run"} | ANYONE,
     "paper": {"lm", "models", "data", "_run"} | ANYONE,
     "lm": {"models", "torch", "data", "explore", "_run"} | ANYONE,
-    "plots": {"_request", "_matrix", "definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,
     "explore": {"example", "_matrix", "definition", "models"} | ANYONE,

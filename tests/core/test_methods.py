@@ -22,9 +22,9 @@ METHODS["dummy"] = Method(
 
 import torch
 from typer.testing import CliRunner
-from linbias import explore, plots
+from linbias import explore
 from linbias.cli import app
-from linbias.lm.report import page, summary
+from linbias.lm.report import figures, page, summary
 from linbias.lm.report.records import ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 from linbias.lm.training import LanguageModelMetrics
@@ -61,7 +61,7 @@ results = ExtrapolationResults({}, settings, (training,), tested)
 report = page.html(results)
 assert report.count("--dummy: light-dark(#123456, #FEDCBA);") == 1
 assert ">a dummy" in report and "stroke: var(--dummy)" in report
-(panel,) = plots.loss_by_length(tested).axes
+(panel,) = figures.loss_by_length(tested).axes
 assert "#123456" in {line.get_color() for line in panel.lines}
 assert "a dummy  3.00" in {text.get_text() for text in panel.texts}
 

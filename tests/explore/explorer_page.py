@@ -44,15 +44,6 @@ def last_words_weights(words: list[str], slope: float, positions: Any = None) ->
     return linbias.attention(q, k, np.eye(len(words))[None], [slope], positions=positions)[0, -1]
 
 
-def copied(part: Any, what: str = "code") -> str:
-    """What a part of the page copies, selected where the clipboard is refused."""
-    part.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
-    part.get_by_role("button", name=f"Copy {what}").click()
-    return part.get_by_role("textbox", name="To copy by hand").evaluate(
-        "field => field.value.slice(field.selectionStart, field.selectionEnd)"
-    )
-
-
 def ran(code: str) -> tuple[dict[str, Any], str]:
     """The names that a program leaves, and what it prints."""
     names: dict[str, Any] = {}

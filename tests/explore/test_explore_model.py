@@ -18,7 +18,7 @@ import browser
 import linbias
 from explorer_page import styles
 from linbias import explore
-from linbias.data.tokenizers import byte_tokenizer, character_tokenizer, train_bpe
+from linbias.data.tokenizers import byte_tokenizer, train_bpe
 from linbias.explore import model, reading
 from linbias.lm import TrainSettings, evaluate, extrapolate
 from linbias.lm.settings import ExtrapolateSettings
@@ -150,7 +150,7 @@ def test_reach_is_measured_over_the_later_half_of_the_rows():
         bands[0, 0, t, t] = 1.0  # looks at itself
         bands[0, 1, t, max(0, t - 3)] = 0.8
         bands[0, 1, t, t] += 0.2
-    assert reading.reach(bands) == {"mean": [[0.0, pytest.approx(0.8 * 3)]], "within": [[0, 3]]}
+    assert reading.reach(bands) == [[0.0, pytest.approx(0.8 * 3)]]
 
 
 def test_departure_is_the_share_of_weight_that_lies_elsewhere(shown_model, model_folder):
@@ -267,7 +267,7 @@ def test_what_does_not_fit_beside_a_model_is_left_out(
     run_folder, text_file, tmp_path, monkeypatch
 ):
     folder = Path(shutil.copytree(run_folder, tmp_path / "run"))
-    save(folder / "models" / "rotary-L24-s0", character_tokenizer(sorted(set(CONTENT))))
+    save(folder / "models" / "rotary-L24-s0", train_bpe(b"na na na na", 260))
     (folder / "models" / "learned-L24-s0" / "model.safetensors").write_bytes(b"")
     shown = model.read(folder, text_file, limit_tokens=T)
     assert [one["name"] for one in shown["models"]] == ["alibi-L24-s0"]
@@ -311,25 +311,17 @@ def test_what_a_model_cannot_read_is_refused(tmp_path, model_folder, content, li
         model.read(model_folder, path, limit_tokens=limit)
 
 
-def test_tokens_of_characters_and_byte_pairs(tmp_path):
+def test_tokens_of_byte_pairs(tmp_path):
     content = "na na na na \U0001f642 \u05e9\u05dc"
     (tmp_path / "text").write_text(content, "utf-8")
-    characters, pairs = (
-        model.read(save(tmp_path / name, tokenizer), tmp_path / "text")
-        for name, tokenizer in (
-            ("characters", character_tokenizer(sorted(set(content)))),
-            ("pairs", train_bpe(b"na na na na", 260)),
-        )
-    )
-    for shown in (characters, pairs):
-        assert (shown["whole"], shown["unit"]) == (True, "byte")
-        [one] = shown["models"]
-        num_bytes = len(content.encode()) - len(shown["tokens"][0])
-        assert one["losses"]["all"] == pytest.approx(sum(one["bits"][1:]) / num_bytes, abs=1e-4)
-    assert characters["tokens"] == list(content)
-    assert "".join(pairs["tokens"]).startswith("na na na na ")
-    assert "na" in [token.strip() for token in pairs["tokens"]]
-    assert pairs["tokens"][-4:] == ["\\xd7", "\\xa9", "\\xd7", "\\x9c"]
+    shown = model.read(save(tmp_path / "pairs", train_bpe(b"na na na na", 260)), tmp_path / "text")
+    assert (shown["whole"], shown["unit"]) == (True, "byte")
+    [one] = shown["models"]
+    num_bytes = len(content.encode()) - len(shown["tokens"][0])
+    assert one["losses"]["all"] == pytest.approx(sum(one["bits"][1:]) / num_bytes, abs=1e-4)
+    assert "".join(shown["tokens"]).startswith("na na na na ")
+    assert "na" in [token.strip() for token in shown["tokens"]]
+    assert shown["tokens"][-4:] == ["\\xd7", "\\xa9", "\\xd7", "\\x9c"]
 
 
 def test_tokens_of_other_tokenizers():
@@ -385,8 +377,8 @@ def test_it_opens_on_the_head_that_departs_most(visit, model_file, shown_model):
     answer = panel.locator(".answer").inner_text()
     departs = f"departs most from its bias: {departure.max():.0%} of"
     assert answer.startswith(f"Layer {layer}, head {head} (slope {slope}) {departs}")
-    assert f"looks {one['reach']['mean'][layer][head]:.1f} tokens back" in answer
-    assert f"it would look {one['alone']['mean'][head]:.1f}" in answer
+    assert f"looks {one['reach'][layer][head]:.1f} tokens back" in answer
+    assert f"it would look {one['alone'][head]:.1f}" in answer
     assert f"depart by {departure.mean():.0%} on average" in answer
     assert_head(panel, layer, head)
     panel.get_by_role("radio", name="Layer 1, head 1").click()
@@ -428,7 +420,6 @@ def test_a_models_numbers_are_those_of_the_model(visit, model_file, shown_model,
     panel.page.keyboard.press("ArrowDown")
     check(1, 2, 25)
     panel.get_by_role("radio", name="Layer 0, head 3").click()
-    panel.get_by_role("radio", name="logarithmic").click()
     check(0, 3, 25)
 
 
@@ -442,16 +433,9 @@ def test_every_head_is_reached_by_keys(visit, model_file, shown_model):
         keys.press(key)
         assert_head(panel, layer, head)
         assert panel.page.evaluate("document.activeElement.getAttribute('aria-checked')") == "true"
-    for label, values, alone, form in (
-        ("departure", one["departure"], None, "{:.0%}"),
-        ("mean distance", one["reach"]["mean"], one["alone"]["mean"], "{:.1f}"),
-        ("holds 90%", one["reach"]["within"], one["alone"]["within"], "{}"),
-    ):
-        panel.get_by_role("radio", name=label, exact=True).check()
-        heads = panel.locator("button.head-cell")
-        assert heads.all_inner_texts() == [form.format(x) for row in values for x in row]
-        below = panel.locator(".head-cell.alone").all_inner_texts()
-        assert below == ([""] * 4 if alone is None else [form.format(x) for x in alone])
+    heads = panel.locator("button.head-cell")
+    assert heads.all_inner_texts() == [f"{x:.0%}" for row in one["departure"] for x in row]
+    assert panel.locator(".head-cell.alone").count() == 4
 
 
 def test_the_methods_of_a_run_stand_side_by_side(visit, run_file, shown_run):
@@ -502,7 +486,7 @@ def test_the_methods_of_a_run_stand_side_by_side(visit, run_file, shown_run):
     assert losses.get_attribute("aria-valuetext").endswith(f": {alibi['bits'][21]:.2f} bits")
 
     choose(panel, "rotary")
-    mean = np.array(rotary["reach"]["mean"])
+    mean = np.array(rotary["reach"])
     layer, head = np.unravel_index(mean.argmax(), mean.shape)
     looks = f"looks farthest: {mean.max():.1f} tokens back"
     assert panel.locator(".answer").inner_text().startswith(f"Layer {layer}, head {head} {looks}")
@@ -631,11 +615,10 @@ def test_the_command_puts_models_and_results_into_the_page(text_file, model_fold
 
 
 def test_a_link_shows_what_its_sender_saw(visit, model_file):
-    panel = open_model(visit, model_file, "layer=1&head=2&query=25&log=1")
+    panel = open_model(visit, model_file, "layer=1&head=2&query=25")
     assert_head(panel, 1, 2)
     text = panel.get_by_role("slider", name="Query", exact=True)
     assert text.get_attribute("aria-valuenow") == "25"
-    assert panel.get_by_role("radio", name="logarithmic").is_checked()
     panel = open_model(visit, model_file, "model=7&layer=9&head=-1&query=x")
     text = panel.get_by_role("slider", name="Query", exact=True)
     assert text.get_attribute("aria-valuenow") == "38"

@@ -99,9 +99,9 @@ def test_the_page_reads_what_near_to_far_reads(
     for h, (tile, js) in enumerate(zip(tiles, found, strict=True)):
         assert (js["first"], js["end"]) == (tile.first, tile.end)
         assert js["visible"] == (position + 1 if causal else length)
-        names = ("side", "first", "end", "terms")
+        names = ("side", "first", "end", "stop")
         steps = [tuple(step[name] for name in names) for step in js["steps"]]
-        assert steps == [(s.side, s.first, s.end, s.terms) for s in tile.steps]
+        assert steps == [(s.side, s.first, s.end, s.terms == 0) for s in tile.steps]
         bounds = [s.bound for s in tile.steps]
         np.testing.assert_allclose([s["bound"] for s in js["steps"]], bounds, rtol=1e-10)
         np.testing.assert_allclose(js["leftOut"], left_out[h], rtol=1e-10)
@@ -145,10 +145,6 @@ def strip_numbers(panel) -> list[tuple[int, int, float]]:
     return [numbers(row) for row in panel.get_by_role("radio", name=re.compile("^Head ")).all()]
 
 
-PRODUCTS = (0, 1, 3, 6)  # of bfloat16 numbers, by the terms that suffice
-NAMES = ("stop", "one term", "two terms", "in full")
-
-
 def assert_shows(panel, length, position, left, tolerance, block, causal=True) -> None:
     tiles, left_out = truth(length, position, left, tolerance, block, causal)
     visible = position + 1 if causal else length
@@ -160,11 +156,6 @@ def assert_shows(panel, length, position, left, tolerance, block, causal=True) -
     assert f"reads {read:,} of {visible * len(left):,} keys" in headline
     share = float(re.match(r"([\d.]+)%", headline)[1])
     assert share == pytest.approx(100 * read / (visible * len(left)), abs=0.5)
-    products = PRODUCTS[3] * len(left) + sum(
-        PRODUCTS[step.terms] * (step.end - step.first) for tile in tiles for step in tile.steps
-    )
-    share = float(re.search(r"take (\d+)% of the products", headline)[1])
-    assert share == pytest.approx(100 * products / (PRODUCTS[3] * read), abs=0.5)
 
 
 def test_every_control_of_near_to_far(visit, explorer_file):
@@ -213,50 +204,23 @@ def test_a_tolerance_that_cannot_be_is_refused_in_words(visit, explorer_file):
     assert_shows(panel, 256, 255, linbias.slopes(1).tolist(), 2.0**-24, 16)
 
 
-def test_the_steps_of_a_head_are_the_oracles(visit, explorer_file):
+def test_the_bounds_of_a_head_are_the_oracles(visit, explorer_file):
     page, panel = open_view(visit, explorer_file, "Cost")
     panel.get_by_role("radio", name="Head 2, ").press("ArrowUp")
     assert panel.get_by_role("radio", name="Head 1").get_attribute("aria-checked") == "true"
     assert page.evaluate("document.activeElement.ariaLabel").startswith("Head 1")
-    panel.get_by_text("Every step of this head").click()
-    panel.locator("details tbody tr").first.wait_for()
-    rows = panel.locator("details tbody tr").all()
-    tiles, left_out = truth(2048, 2047, [0.5, 0.25], 2.0**-24, 16, True)
-    for row, step in zip(rows, tiles[1].steps, strict=True):
-        bound, limit, outside, state = row.locator("td").all_inner_texts()
-        assert row.locator("th").inner_text() == f"{step.first:,} \u2013 {step.end - 1:,}"
-        assert number(bound) == pytest.approx(min(1, np.exp(step.bound)), rel=6e-4)
-        share = {3: None, 2: 2.0**-6, 1: 2.0**-14, 0: 2.0**-24}[step.terms]
-        assert (
-            limit == "\u2013" if share is None else number(limit) == pytest.approx(share, rel=6e-4)
-        )
-        assert number(outside) <= number(bound)
-        assert state == NAMES[step.terms]
-    assert "chosen" in row.get_attribute("class")
-    assert number(outside) == pytest.approx(left_out[1], rel=6e-4)
-    # A band for each precision, which says why.
-    bands = panel.locator(".strip-bands").nth(1).locator("i").all()
-    shades = "band => getComputedStyle(band).getPropertyValue('--terms')"
-    assert [band.evaluate(shades) for band in bands] == ["1", "2", "3"]
-    for terms, band in enumerate(bands, start=1):
-        alike = [step for step in tiles[1].steps if step.terms == terms]
-        first, end = alike[-1].first, 2048 if terms == 3 else alike[0].end
-        held, title = min(1, np.exp(alike[0].bound)), band.get_attribute("title")
-        keys, _, why = title.partition(" and all keys beyond may hold up to ")
-        most, _, enough = why.partition(" of the attention: ")
-        assert keys == f"{first:,} \u2013 {end - 1:,}"
-        assert number(most) == pytest.approx(held, rel=0.05)
-        assert enough == f"each product takes {PRODUCTS[terms]} of its 6 bfloat16 products"
-        band.hover()  # nothing lies upon it
-        box, strip = band.bounding_box(), band.locator("../..").bounding_box()
-        assert box["width"] / strip["width"] == pytest.approx((end - first) / 2048, abs=1e-3)
-        assert (box["x"] - strip["x"]) / strip["width"] == pytest.approx(first / 2048, abs=1e-3)
+    (_, tile), (_, left_out) = truth(2048, 2047, [0.5, 0.25], 2.0**-24, 16, True)
     # The chart's cursor stands at the stop; its keys walk the steps.
     chart = panel.get_by_role("slider", name=re.compile("^The bound on all keys"))
-    assert f"at most {bound[:4]}" in chart.get_attribute("aria-valuetext")
-    before = chart.get_attribute("aria-valuetext")
-    chart.press("ArrowRight")
-    assert chart.get_attribute("aria-valuetext") != before
+    for step in reversed(tile.steps):
+        text = chart.get_attribute("aria-valuetext")
+        assert text.startswith(f"key {step.end - 1:,} and all beyond: at most ")
+        most, really = re.search(r"at most (.*), really (.*)", text).groups()
+        assert number(most) == pytest.approx(min(1, np.exp(step.bound)), rel=6e-3)
+        if step.terms == 0:
+            assert number(really) == pytest.approx(left_out, rel=6e-3)
+        assert number(really) <= number(most)
+        chart.press("ArrowRight")
 
 
 def test_the_share_falls_as_the_text_grows(visit, explorer_file):

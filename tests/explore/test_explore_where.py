@@ -1,6 +1,4 @@
-"""The explorer's view "Where": stamps on a ruler, words that forget, and points of a plane, in a
-real browser.
-"""
+"""The explorer's view "Where": stamps on a ruler and points of a plane, in a real browser."""
 
 import itertools
 import re
@@ -9,11 +7,9 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 
-from explorer_page import STORY, copied, last_words_weights, printed, ran, styles
-from linbias import explore
+from explorer_page import STORY, last_words_weights, printed, styles
 
 COUNTED = [float(s) for s in range(11)]
-FAR = 1000
 
 
 @pytest.fixture
@@ -137,7 +133,7 @@ def test_a_stamp_is_moved_by_keys(where):
 
 
 def test_reset_counts_again(where):
-    page = where(gates="6")
+    page = where()
     reset = page.get_by_role("button", name="Reset to 0, 1, 2 \u2026")
     reset.press("Enter")
     assert positions(page) == COUNTED
@@ -153,50 +149,10 @@ def test_reset_counts_again(where):
     assert reset.is_enabled()
 
 
-def forgets(page, word):
-    return page.get_by_role("button", name=f"\u201c{word}\u201d forgets what came before").last
-
-
-def test_a_word_that_forgets_takes_the_ink_from_all_before_it(where):
-    page = where()
-    before = positions(page)
-    breaks = page.locator(".ruler-break")
-    assert breaks.get_attribute("d") == ""
-    before_break = gap(page, 5)
-    forgets(page, "and").click()
-    after = [*before[:6], *(x + FAR for x in before[6:])]
-    assert positions(page) == pytest.approx(after)
-    assert_line(page, 0.5, positions(page))
-    assert set(page.locator(".ruler .ink-number").all_inner_texts()[:6]) == {"0.00"}
-    assert forgets(page, "and").get_attribute("aria-pressed") == "true"
-    says = page.locator(".stamps .ink-says").inner_text()
-    assert "\u201cand\u201d forgets: what came before stands 1,000 further off" in says
-    assert "and keeps 0.0000" in says
-    assert says in page.get_by_role("status").all_inner_texts()
-    # The ruler is broken between the two, which stand further apart, and counts on beyond.
-    assert breaks.get_attribute("d").count("M") == 2
-    assert gap(page, 5) > before_break
-    ticks = page.locator(".ruler-drawing text").all_text_contents()
-    assert ticks[0] == "0" and ticks[-1] == "1,012"
-    # Another one, by keyboard, and a stamp behind both is still dragged by as much as the pointer
-    # moves.
-    forgets(page, "ran").press("Enter")
-    assert breaks.get_attribute("d").count("M") == 4
-    assert_line(page, 0.5, [*after[:9], *(x + FAR for x in after[9:])])
-    knob(page, "home").press("Home")
-    assert positions(page)[-1] == positions(page)[-2] == pytest.approx(before[-2] + 2 * FAR)
-    for word in ("ran", "and"):
-        forgets(page, word).click()
-        assert forgets(page, word).get_attribute("aria-pressed") == "false"
-    assert positions(page) == pytest.approx([*before[:-1], before[-2]])
-    # The first word has nothing to forget.
-    assert page.locator(".forget").count() == 10
-
-
 @pytest.mark.parametrize("width", [320, 744, 1280])
 def test_no_word_covers_another_wherever_they_stand(where, width):
     for x in ("", " ".join("0" * 11), "0 1 6 6 6 6 6 6 6 11 12", " ".join(["12"] * 11)):
-        page = where({"viewport": {"width": width, "height": 900}}, x=x, gates="3 6")
+        page = where({"viewport": {"width": width, "height": 900}}, x=x)
         axis, size = ("y", "height") if width == 320 else ("x", "width")
         boxes = [word.bounding_box() for word in page.locator(".ruler .ink-word").all()]
         for one, next_one in itertools.pairwise(boxes):
@@ -210,7 +166,7 @@ def test_no_word_covers_another_wherever_they_stand(where, width):
 # In the plane
 
 
-def plane_weights(query, slope, metric):
+def plane_weights(query, slope):
     """What token `query` gives to each, restated: token 0 is global, the others stand as seeds in
     a sunflower.
     """
@@ -219,8 +175,7 @@ def plane_weights(query, slope, metric):
     points = (seed + 0.5)[:, None] ** 0.5 * np.stack([np.cos(angle), np.sin(angle)], axis=1)
     distances = np.zeros(73)
     if query > 0:
-        apart = points - points[query - 1]
-        distances[1:] = abs(apart).sum(1) if metric == "manhattan" else np.hypot(*apart.T)
+        distances[1:] = np.hypot(*(points - points[query - 1]).T)
     parts = np.exp(-slope * distances)
     return parts / parts.sum()
 
@@ -229,9 +184,9 @@ def dots(page):
     return page.get_by_role("radiogroup", name="Token that looks").get_by_role("radio")
 
 
-def assert_plane(page, query, slope=0.5, metric="euclidean"):
+def assert_plane(page, query, slope=0.5):
     """Numbers and ink are those of this query."""
-    weights = plane_weights(query, slope, metric)
+    weights = plane_weights(query, slope)
     shown = dots(page).evaluate_all(
         "dots => dots.map((dot) => [dot.ariaLabel, dot.classList.contains('looks')])"
     )
@@ -272,30 +227,27 @@ def test_the_ink_of_points_is_what_the_one_under_the_pointer_gives_them(where):
     assert len(set(re.findall(r"0\.\d{4}", says))) == 1
 
 
-def test_slope_and_metric_change_the_ink_and_the_lines_of_equal_weight(where):
+def test_the_slope_changes_the_ink_and_the_lines_of_equal_weight(where):
     page = where(query=12)
     slider = page.locator(".plane-story").get_by_role("slider", name="slope")
     slider.press("ArrowLeft")
     assert_plane(page, 12, 0.49)
-    weights = plane_weights(12, 0.49, "euclidean")
+    weights = plane_weights(12, 0.49)
     assert slider.get_attribute("aria-valuetext") == f"0.49: {printed(weights[12])} on itself"
     says = page.locator(".plane-story .ink-says")
     assert f"{printed(np.sort(weights)[-3])} to the nearest point" in says.inner_text()
     rings = page.locator(".plane .ring")
     radii = [float(re.search(r"a(\S+) ", ring.get_attribute("d"))[1]) for ring in rings.all()]
     assert np.exp(-0.49 * np.array(radii)) == pytest.approx([1 / 2, 1 / 4, 1 / 8, 1 / 16])
-    page.get_by_role("radio", name="manhattan").check()
-    assert_plane(page, 12, 0.49, "manhattan")
-    assert {ring.get_attribute("d").count("L") for ring in rings.all()} == {3}
     slider.press("Home")
-    assert_plane(page, 12, 0.0, "manhattan")
+    assert_plane(page, 12, 0.0)
     assert {ring.get_attribute("d") for ring in rings.all()} == {""}
 
 
 def test_points_are_walked_by_keys(where):
     page = where(query=1)
     first = dots(page).nth(1)
-    page.get_by_role("button", name="Copy code").last.press("Tab")
+    page.locator(".stamps .knob").last.press("Tab")
     assert first.evaluate("dot => dot === document.activeElement")
     assert first.get_attribute("tabindex") == "0"
     dots(page).nth(40).hover()  # a pointer that lies there does not hide where the keys lead
@@ -325,16 +277,14 @@ def test_points_are_walked_by_keys(where):
     assert reached == 73
 
 
-# Links and code
+# Links
 
 
 def test_a_link_brings_stamps_and_points_back(where, visit, explorer_file):
     page = where()
     knob(page, "sat").press("ArrowLeft")
-    forgets(page, "and").click()
     page.get_by_role("slider", name="slope").first.press("ArrowRight")
     page.get_by_role("slider", name="slope").last.press("End")
-    page.get_by_role("radio", name="manhattan").check()
     dots(page).nth(33).click()
     stands = positions(page)
     page.wait_for_timeout(90)  # the address follows the picture after 60 ms
@@ -342,7 +292,7 @@ def test_a_link_brings_stamps_and_points_back(where, visit, explorer_file):
     again = visit(explorer_file, address)
     assert positions(again) == stands
     assert_line(again, 0.51, stands)
-    assert_plane(again, 33, 1.0, "manhattan")
+    assert_plane(again, 33, 1.0)
     # Only what differs stands there, and what makes no sense is left at the start.
     page = where()
     start = positions(page)
@@ -358,34 +308,7 @@ def test_a_link_brings_stamps_and_points_back(where, visit, explorer_file):
         "a b c d e f g h i j k",
         f"-1 {eight} 9 10",
     ):
-        page = where(x=x, gates="0", slope="2", plane="", metric="up", query="73")
+        page = where(x=x, slope="2", plane="", query="73")
         assert positions(page) == start, x
         assert_line(page, 0.5, start)
         assert_plane(page, 24)
-    for gates in ("6 3", "1.5", "11", "x"):
-        assert positions(where(gates=gates)) == start
-
-
-def test_the_code_of_the_line_gives_its_numbers(where):
-    page = where(x="0 1 2 3 4 4.5 6 7.1 8 9 12", gates="4", slope=0.3)
-    code = copied(page.locator(".stamps"))
-    assert "linbias.attention(q, k, v, [0.3], positions=" in code
-    lines = re.findall(r"\[([^\]]*)\]", ran(code)[1])
-    output, weights = (np.fromstring(line, sep=" ") for line in lines)
-    stands = positions(page)
-    assert stands[4] == 1004
-    expected = last_words_weights(STORY, 0.3, stands)
-    assert weights == pytest.approx(expected.round(2))
-    _, _, v = explore.vectors(STORY, num_heads=2)
-    assert output == pytest.approx(expected @ v[1], abs=1e-6)
-
-
-@pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
-def test_the_code_of_the_plane_gives_its_numbers(where, metric):
-    pytest.importorskip("torch")
-    page = where(query=50, plane=0.8, metric=metric)
-    assert_plane(page, 50, 0.8, metric)
-    names, _ = ran(copied(page.locator(".plane-story")))
-    for query in (50, 0):
-        wanted = plane_weights(query, 0.8, metric)
-        assert names["weights"][query].numpy() == pytest.approx(wanted)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from interrupting import die, killed_processes
@@ -93,7 +92,6 @@ def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(texts, tmp
     deaths = [
         ("linbias.paper.prepare.os.replace", 2),  # one split is written
         ("linbias.lm.checkpoints.write_json", 2),
-        ("linbias.paper.score.write_whole", 2),  # the first scores are there
         ("linbias.lm.evaluation._own_losses", 5),
     ]
     run_paper(texts, tmp_path / "whole")
@@ -101,9 +99,6 @@ def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(texts, tmp
     names = ("data/train.bin", "data/dict.txt", "model/model.safetensors")
     assert_same_files(tmp_path, *names)
     assert_same_run(tmp_path / "whole" / "model", tmp_path / "killed" / "model")
-    for path in (tmp_path / "whole").glob("*.npz"):
-        killed, whole = (np.load(tmp_path / run / path.name) for run in ("killed", "whole"))
-        np.testing.assert_array_equal(killed["log_probs"], whole["log_probs"])
 
 
 def assert_same_files(folder: Path, *names: str) -> None:

@@ -1,4 +1,4 @@
-"""What the records of an experiment say, and that the plots can be read."""
+"""What the records of an experiment say, and that the figure can be read."""
 
 import math
 import re
@@ -71,8 +71,8 @@ def test_a_mean_of_seeds_says_so_and_needs_no_caution():
     assert len(cautions([*records, record("alibi", 4, 3.0)])) == 1
 
 
-def cautions(records, *trainings):
-    results = ExtrapolationResults({}, ExtrapolateSettings(), trainings, tuple(records))
+def cautions(records):
+    results = ExtrapolationResults({}, ExtrapolateSettings(), (), tuple(records))
     return findings.cautions(results)
 
 
@@ -91,35 +91,6 @@ def test_a_short_training_says_what_it_cannot_show():
     assert "It cannot show which method is best after a full training" in said
     assert findings.scope([trained(20_000_000)]) is None
     assert findings.scope([]) is None
-
-
-AT_TRAINING = {
-    **{"alibi": 3.0, "rotary": 2.9, "none": 3.5, "t5": 3.42},
-    **{"learned": 3.44, "sinusoidal": 3.51},
-}
-
-
-def test_methods_that_are_ahead_at_the_training_length_are_named():
-    two_seeds = [record(m, 4, bits, seed) for m, bits in AT_TRAINING.items() for seed in (0, 1)]
-    assert cautions(two_seeds) == [
-        "At the training length of 4, rotary (2.900) is ahead of ALiBi (3.000 bits per byte)."
-    ]
-    assert cautions([r for r in two_seeds if r.method != "rotary"]) == []
-    assert cautions([r for r in two_seeds if r.method != "alibi"]) == []
-
-
-def test_methods_that_have_hardly_learnt_are_named_with_the_rule():
-    two_seeds = [record(m, 4, bits, seed) for m, bits in AT_TRAINING.items() for seed in (0, 1)]
-    said = cautions(two_seeds, trained(1_000_000))[-1]
-    # 3.43 is 2% better than 3.5.
-    assert said.startswith(
-        "At the training length of 4, learned table and sinusoidal are less than 2% better than "
-        "the same model without positions (3.500 bits per byte)"
-    )
-    # After a full training it is a result; without a model that has no positions nobody can tell.
-    assert "without positions" not in "".join(cautions(two_seeds, trained(20_000_000)))
-    others = [r for r in two_seeds if r.method != "none"]
-    assert "without positions" not in "".join(cautions(others, trained(1_000_000)))
 
 
 def test_a_change_that_rounds_to_zero_has_no_sign():

@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from contract import rows
-from linbias._run.progress import Pace
 from linbias.data.corpus import load_corpus
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.initial import with_tokenizer_of
@@ -225,19 +223,6 @@ def test_tokens_of_another_tokenizer_and_a_short_table_are_refused(
     shorter = replace(settings, init=learned, length=8)
     run = train_into(shorter, corpus, tmp_path / "run")
     assert load(run, device="cpu").config.train_length == 16  # the table keeps its rows
-
-
-def test_lines_of_progress_grow_rarer():
-    seconds = 0.0
-    pace = Pace(lambda: seconds)
-    due = []
-    for second in range(24 * 3600):
-        seconds = float(second)
-        if pace.is_due():
-            due.append(second)
-    gaps = [after - before for before, after in pairwise(due)]
-    assert due[0] == 10 and gaps == sorted(gaps) and gaps[-1] == 600
-    assert 100 < len(due) < 200
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 import errno
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from linbias._run import folders
 from linbias._run.files import (
     JsonLog,
     move_into_place,
@@ -181,42 +179,21 @@ def test_a_folder_is_held_by_one_run_until_it_ends_in_whatever_way(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        holder = rf"held by process {other.pid} on {platform.node()} since 20\d\d-"
-        with pytest.raises(ValueError, match=rf"^extrapolate: output must be used by .*{holder}"):
+        with pytest.raises(ValueError, match=r"^extrapolate: output must be used by one"):
             hold_run_folder(tmp_path / "run", "extrapolate").__enter__()
         assert other.poll() is None
         other.kill()  # as kill -9: its file stays behind
-    assert (tmp_path / "run" / ".lock").exists()
     with hold_run_folder(tmp_path / "run", "train"):
-        assert json.loads((tmp_path / "run" / ".lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(ValueError, match="one run at a time"):
+            hold_run_folder(tmp_path / "run", "train").__enter__()
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_a_lock_whose_holder_deleted_it_while_we_waited_is_taken_anew(tmp_path, monkeypatch):
-    flock, first = folders.fcntl.flock, []
-
-    def delete_before(file, kind):
-        if not first:
-            first.append(file)
-            (tmp_path / ".lock").unlink()
-        flock(file, kind)
-
-    monkeypatch.setattr(folders.fcntl, "flock", delete_before)
-    with hold_run_folder(tmp_path, "train"):
-        monkeypatch.undo()
-        with pytest.raises(ValueError, match="one run at a time"):
-            hold_run_folder(tmp_path, "train").__enter__()
-
-
-@pytest.mark.parametrize("why", ["system", "file system"])
-def test_where_there_are_no_locks_a_run_says_so_and_starts(why, tmp_path, monkeypatch):
+def test_where_there_are_no_locks_a_run_says_so_and_starts(tmp_path, monkeypatch):
     def flock(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    if why == "system":
-        monkeypatch.setattr(folders, "fcntl", None)
-    else:
-        monkeypatch.setattr(folders.fcntl, "flock", flock)
+    monkeypatch.setattr("fcntl.flock", flock)
     held = hold_run_folder(tmp_path, "train")
     with pytest.warns(UserWarning, match="train: output should be locked, got"):
         held.__enter__()

@@ -202,7 +202,6 @@ ENCODER: Fields = {
     **each("pooler", True, GIVEN),
     **each("head_norm_eps", 0.5, READ),
     **each("tie_word_embeddings", False, REFUSED),
-    **each("original", {"family": "jina"}, "read by convert"),
 }
 ORIGINAL: Fields = {
     **each("vocab_size hidden_size num_hidden_layers intermediate_size", 24, REFUSED),

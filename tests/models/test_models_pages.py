@@ -59,7 +59,6 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "baichuan": baichuan,
     "bloom, dense": lambda: fused("bloom", implementation="dense"),
     "bloom, another scale": lambda: fused("bloom", slope_scale=0.5),
-    "bloom, as rounded": lambda: fused("bloom", rounding="checkpoint"),
     "own, grouped heads": lambda: build(num_key_value_heads=2, head_size=6),
     "own, side by side": lambda: build(block="parallel_fused"),
     **{f"own, {p}": partial(build, position=p) for p in POSITIONS if p not in STEPPED},

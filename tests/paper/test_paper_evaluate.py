@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import paper_original as original
-from linbias.paper import score as scoring
 from linbias.paper.checkpoint import load
 from linbias.paper.config import PaperConfig
 from linbias.paper.model import PaperForCausalLM
@@ -157,92 +156,6 @@ def test_perplexity_is_two_to_the_mean_bits():
 
 
 # A run that is stopped.
-
-
-@pytest.mark.parametrize("context_window", [0, 7, 5])
-def test_a_stopped_run_goes_on_to_the_same_scores(model, tmp_path, context_window):
-    options = {"length": 8, "context_window": context_window, "batch_tokens": 32}
-    ids, path = text(150), tmp_path / "new" / "scores.npz"
-    whole = score(model, ids, **options)
-    seen = []
-
-    def stop_once(*at):
-        seen.append(at)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        score(model, ids, resume=path, progress=stop_once, **options)
-    again = score(model, ids, resume=path, progress=stop_once, **options)
-    assert 0 < seen[2][0] < seen[3][0] and seen[-1] == (150, 150)
-    assert np.array_equal(again.log_probs, whole.log_probs)
-    assert not model.eval().training and list(path.parent.iterdir()) == [path]
-
-
-def test_a_finished_run_is_not_computed_again(model, tmp_path, monkeypatch):
-    ids, path = text(50), tmp_path / "scores.npz"
-    first = score(model, ids, length=8, resume=path)
-    written = path.stat().st_mtime_ns
-    monkeypatch.setattr(PaperForCausalLM, "log_probs", None)
-    again = score(model, ids, length=8, resume=path, batch_tokens=7)
-    assert np.array_equal(again.log_probs, first.log_probs)
-    assert again.tokens_per_second == 0 and path.stat().st_mtime_ns == written
-
-
-def test_scores_are_saved_while_they_are_made(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(scoring, "_SECONDS_BETWEEN_WRITES", -1.0)
-    path, there = tmp_path / "scores.npz", []
-
-    def look(*_):
-        there.append(len(np.load(path)["log_probs"]))
-
-    score(model, text(64), length=8, batch_tokens=16, resume=path, progress=look)
-    assert there == [16, 32, 48, 64]
-
-
-@pytest.mark.parametrize(
-    ("changes", "difference"),
-    [
-        ({"length": 9}, r"length is 8 there and 9 here"),
-        ({"context_window": 2}, r"context_window is 0 there and 2 here"),
-        ({"ids": text(60)[::-1].copy()}, r"ids is '\w{64}' there and '\w{64}' here"),
-        ({"ids": text(61)}, r"num_ids is 60 there and 61 here; ids is "),
-    ],
-    ids=str,
-)
-def test_a_resumed_run_with_other_settings_is_refused(model, tmp_path, changes, difference):
-    path, options = tmp_path / "scores.npz", {"ids": text(60), "length": 8}
-    score(model, resume=path, **options)
-    message = rf"score: resume must be of this run, got .*scores\.npz \({difference}"
-    with pytest.raises(ValueError, match=message):
-        score(model, resume=path, **options | changes)
-
-
-def test_a_resumed_run_with_another_model_is_refused(model, tmp_path):
-    path = tmp_path / "scores.npz"
-    score(model, text(20), length=8, resume=path)
-    torch.manual_seed(1)
-    other = PaperForCausalLM(model.config)
-    with pytest.raises(ValueError, match=r"\(model is '\w{64}' there and '\w{64}' here\)"):
-        score(other, text(20), length=8, resume=path)
-    other.load_state_dict(model.state_dict())
-    score(other, text(20), length=8, resume=path)
-
-
-@pytest.mark.parametrize("content", [b"no scores", b"PK\3\4", b"", np.zeros(20), {"other": 3}])
-def test_a_foreign_file_is_not_resumed(model, tmp_path, content):
-    path = tmp_path / "scores.npz"
-    with path.open("wb") as file:
-        if isinstance(content, bytes):
-            file.write(content)
-        elif isinstance(content, dict):
-            np.savez(file, **content)
-        else:
-            np.save(file, content)
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match="score: resume must be a file of scores, got"):
-        score(model, text(20), length=8, resume=path)
-    assert path.read_bytes() == before
 
 
 # Bad input.

@@ -26,7 +26,7 @@ WORKING = {
     "": (),
     "torch": ("linbias.torch",),
     "jax": ("linbias.jax", "linbias.jax.flax"),
-    "lm": (*("linbias.torch", "linbias.models", "linbias.lm"), "linbias.plots"),
+    "lm": ("linbias.torch", "linbias.models", "linbias.lm"),
 }
 DOCUMENTS = {
     "": (),
@@ -90,7 +90,7 @@ def check_part(part: str, works: bool, doctor: str) -> None:
         return
     message = r"linbias\S* needs .+ not installed: pip install 'linbias\[\w+\]'"
     assert re.fullmatch(message, needed), needed
-    assert needed in doctor or part in ("linbias.models", "linbias.plots"), needed
+    assert needed in doctor or part == "linbias.models", needed
 
 
 def linbias_says(words: str, status: int = 0) -> str:

@@ -72,7 +72,7 @@ def test_docstring_examples_run(name, tmp_path):
 
 PUBLIC = [
     *("linbias", "linbias.near_to_far", "linbias.torch", "linbias.jax"),
-    *("linbias.jax.context_parallel", "linbias.plots", "linbias.explore"),
+    *("linbias.jax.context_parallel", "linbias.explore"),
     *(f"linbias.compat.{name}" for name in dir(linbias.compat) if name[0] != "_"),
 ]
 EXAMPLES = [(of, name) for of in PUBLIC for name in importlib.import_module(of).__all__]

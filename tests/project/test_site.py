@@ -128,7 +128,7 @@ def test_the_site_stays_small(site, pages):
 
 PACKAGES = (
     "linbias",
-    *(f"linbias.{x}" for x in "cpu torch jax models lm data explore plots".split()),
+    *(f"linbias.{x}" for x in "cpu torch jax models lm data explore".split()),
 )
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import io
-import json
 import re
 from contextlib import redirect_stdout
 from importlib.util import find_spec
@@ -62,11 +61,10 @@ def _imports(tree: ast.AST) -> set[str]:
     return found
 
 
-# What brings the packages of a page. The extra `lm` holds `torch` and `plots`.
+# What brings the packages of a page. The extra `lm` holds `torch`.
 _EXTRAS = {
     "lm": ("transformers", "datasets", "linbias.lm", "linbias.models", "linbias.data"),
     "torch": ("torch", "linbias.torch"),
-    "plots": ("matplotlib", "linbias.plots"),
     "jax": ("jax", "flax", "linbias.jax"),
 }
 
@@ -80,7 +78,7 @@ def extras_needed(document: Path) -> list[str]:
         for name in imports
         if name.startswith(tuple(f"{package}." for package in packages)) or name in packages
     }
-    return sorted(needed - {"torch", "plots"} if "lm" in needed else needed)
+    return sorted(needed - {"torch"} if "lm" in needed else needed)
 
 
 def write_paper_model(folder: Path) -> None:
@@ -104,14 +102,13 @@ def write_paper_model(folder: Path) -> None:
 
 def write_existing_models(folder: Path) -> None:
     """The models of docs/guides/existing-models.md, small and random."""
-    from safetensors.torch import save_file
     from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
     from linbias.data.tokenizers import byte_tokenizer
-    from linbias.models import LinbiasBertConfig, LinbiasBertForMaskedLM
     from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
-    from linbias.models.encoders.original import to_original
     from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
+    from small_models import write_folder
+    from test_transformers_encoders import original_config, original_weights
 
     decoder = {"vocab_size": 256, "hidden_size": 32}
     bloom = BloomConfig(**decoder, n_head=4, n_layer=1)
@@ -136,25 +133,13 @@ def write_existing_models(folder: Path) -> None:
     for name, model in decoders.items():
         model.save_pretrained(folder / name)
         byte_tokenizer().save(folder / name)
-    sizes = {**decoder, "num_attention_heads": 4, "num_hidden_layers": 1}
-    config = LinbiasBertConfig(**sizes, intermediate_size=48)
-    weights = dict(LinbiasBertForMaskedLM(config).state_dict())
-    original = sizes | {
-        **{"intermediate_size": 48, "type_vocab_size": 2, "hidden_act": "gelu"},
-        **{"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0},
-        **{"layer_norm_eps": 1e-12, "initializer_range": 0.02, "model_type": "bert"},
-        **{"position_embedding_type": "alibi", "feed_forward_type": "geglu"},
-        **{"max_position_embeddings": 8192, "alibi_starting_size": 512},
-    }
     for name, family in (
         ("jinaai/jina-embeddings-v2-base-en", "jina"),
         ("mosaicml/mosaic-bert-base", "mosaic"),
         ("zhihan1996/DNABERT-2-117M", "mosaic"),
     ):
-        (folder / name).mkdir(parents=True)
-        byte_tokenizer().save(folder / name)
-        named = to_original(weights, family, "" if family == "jina" else "bert.")
+        weights = original_weights(family, prefix="" if family == "jina" else "bert.")
         if family == "jina":  # as released: the encoder alone
-            named = {key: tensor for key, tensor in named.items() if not key.startswith("cls.")}
-        save_file(named, folder / name / "model.safetensors", metadata={"format": "pt"})
-        (folder / name / "config.json").write_text(json.dumps(original))
+            weights = {key: x for key, x in weights.items() if not key.startswith("cls.")}
+        write_folder(folder / name, original_config(family), weights)
+        byte_tokenizer().save(folder / name)

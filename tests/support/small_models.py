@@ -127,7 +127,7 @@ def assert_near(ours: Tensor, expected: Tensor, most: float = 1e-5) -> None:
 
 def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
     """A folder of a model, from the contents of its two files."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -1,91 +1,47 @@
 """A run's folder: held by one run at a time, and new or of the very same run."""
 
-import errno
 import json
-import os
-import platform
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from linbias._run.files import Record, check_writable, read_json, write_json
 from linbias._run.processes import from_main, is_main, wait_for_all
-
-try:
-    import fcntl
-except ImportError:  # not Unix
-    fcntl = None  # type: ignore[assignment]
-
-_LOCK = ".lock"
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)  # of a file system without locks
 
 
 @contextmanager
 def hold_run_folder(folder: Path, function: str) -> Iterator[None]:
     """Keeps other runs out of a folder, made where it is missing, for the length of the block, by
-    a `flock` on a hidden file, which the kernel releases in whatever way the process ends.
+    a lock of the system, which ends in whatever way the process does.
     """
-    locked: list[int] = []
-    from_main(lambda: locked.extend(_lock(folder, function)))
+    lock = FileLock(folder / ".lock")
+    from_main(lambda: _hold(lock, folder, function))
     try:
         yield
     finally:
-        for file in locked:
-            (folder / _LOCK).unlink(missing_ok=True)
-            os.close(file)
+        if lock.is_locked:
+            Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
-def _lock(folder: Path, function: str) -> list[int]:
-    """Locks the folder: the open file in a list, which is empty where there are no locks."""
+def _hold(lock: FileLock, folder: Path, function: str) -> None:
     check_writable(folder, function)
-    path = folder / _LOCK
-    while fcntl is not None:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_same_file(file, path):
-                os.close(file)  # its holder has deleted it in the meantime
-                continue
-        except BlockingIOError as error:
-            os.close(file)
-            raise ValueError(
-                f"{function}: output must be used by one run at a time, got {folder}, "
-                f"held by {_holder(path)}"
-            ) from error
-        except OSError as error:
-            os.close(file)
-            if error.errno in _NO_LOCKS:
-                break
-            raise
-        since = datetime.now().astimezone().isoformat(timespec="seconds")
-        holder = {"pid": os.getpid(), "host": platform.node(), "since": since}
-        os.truncate(file, 0)
-        os.write(file, json.dumps(holder).encode())
-        return [file]
-    warnings.warn(
-        f"{function}: output should be locked, got {folder}, where this system has no locks: "
-        "do not start a second run in it",
-        stacklevel=2,
-    )
-    return []
-
-
-def _is_same_file(file: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _holder(lock: Path) -> str:
-    try:
-        holder = read_json(lock, "")
-        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    except (OSError, ValueError, LookupError):
-        return "another process"  # it has not written its name yet
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"{function}: output must be used by one run at a time, got {folder}, in use"
+        ) from None
+    except (NotImplementedError, OSError):  # of a file system without locks
+        warnings.warn(
+            f"{function}: output should be locked, got {folder}, where this system has no locks: "
+            "do not start a second run in it",
+            stacklevel=2,
+        )
 
 
 def open_run_folder(

@@ -1,62 +1,44 @@
-"""Progress on standard error: a bar where that is a terminal, elsewhere a line now and then."""
+"""Progress on standard error, as tqdm shows it."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from tqdm import tqdm
 
 # Called with the amount that is done and the total, or None where the total is unknown.
 Advance = Callable[[int, int | None], None]
-
-# The time between two lines grows by this factor, from the shortest to the longest.
-_GROWTH, _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.25, 10.0, 600.0
 
 
 class Pace:
     """Says when a line of a log is due: after 10 seconds, then ever more rarely, to 10 minutes."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now, self._interval = now, _SHORTEST_SECONDS
-        self._last = now()
+    def __init__(self) -> None:
+        self._last, self._interval = time.monotonic(), 10.0
 
     def is_due(self) -> bool:
-        now = self._now()
-        if now - self._last < self._interval:
-            return False
-        self._last, self._interval = now, min(self._interval * _GROWTH, _LONGEST_SECONDS)
-        return True
+        now = time.monotonic()
+        if due := now - self._last >= self._interval:
+            self._last, self._interval = now, min(self._interval * 1.25, 600.0)
+        return due
 
 
-def duration(seconds: float) -> str:
-    """A time in hours, minutes and seconds: 1:15, 1:01:15."""
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+def new_bar(task: str, *, visible: bool, **look: Any) -> Any:
+    """A bar behind a task; where standard error is no terminal, it is drawn twice a minute."""
+    seconds = 0.1 if sys.stderr.isatty() else 30.0
+    return tqdm(desc=task, disable=not visible, mininterval=seconds, dynamic_ncols=True, **look)
 
 
 @contextmanager
-def progress_bar(task: str, *, visible: bool, console: Console | None = None) -> Iterator[Advance]:
-    """A bar behind a task, or lines at a `Pace` if this is no terminal, as a function to call."""
-    console = console or Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn("{task.percentage:3.0f} %", "{task.completed:,} bytes"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not (visible and console.is_terminal),
-    )
-    pace = Pace()
+def progress_bar(task: str, *, visible: bool) -> Iterator[Advance]:
+    """A bar as a function to call, which is gone when the block ends."""
+    look = {"leave": False, "unit": "", "unit_scale": True, "delay": 0.5}
+    with new_bar(task, visible=visible, **look) as bar:
 
-    def advance(done: int, total: int | None) -> None:
-        bar.update(number, completed=done, total=total)
-        if bar.disable and visible and pace.is_due():
-            amount = f"{done / total:.0%}" if total else f"{done:,} bytes"
-            console.print(f"{task.strip()}: {amount}", markup=False, highlight=False)
+        def advance(done: int, total: int | None) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
 
-    with bar:
-        number = bar.add_task(task, total=None)
         yield advance

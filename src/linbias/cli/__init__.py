@@ -18,7 +18,6 @@ app = new_group()
 for name, panel, command in (
     ("explain", "Start here", start.explain),
     ("slopes", "Start here", start.slopes),
-    ("bias", "Start here", start.bias),
     ("explore", "Start here", start.explore),
     ("extrapolate", "Start here", start.extrapolate),
     ("doctor", "Start here", start.doctor),

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,19 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 _RESUMABLE = ("train", "extrapolate", "run")
-# Commands that went, and what to use.
+# Commands and options that went, and what to use.
 _GONE = {
+    "bias": "linbias.bias gives the matrices, linbias slopes says how far heads see",
+    "--back": "a fine-tuned encoder stays a folder of Transformers",
+    "--tensorboard": "history.jsonl in the run's folder has the loss as it went",
+    "--no-fuse": "linbias.models.unfuse undoes it, linbias.lm.evaluate scores any model",
+    "--prompt-file": "--prompt - reads standard input",
+    "--chunk": "linbias.lm.StreamScorer has it",
+    "--max-bias": "linbias.slopes has it",
+    "--slope-scale": "linbias.models.load(folder, slope_scale=2) has it, for linbias.lm.evaluate",
+    "--precision": "linbias.models.load(folder, dtype=...) has it, for linbias.lm.evaluate",
+    "--resume": "paper evaluate scores a text at once",
+    "--csv": "--json prints the same numbers",
     "embed": "linbias.models.embed does it, examples/embed_many.py for a corpus",
     "windows": "linbias reach prints how far heads see",
     "translate": "docs/paper.md has a table of the original's flags and ours",
@@ -53,8 +64,12 @@ class _Commands(TyperGroup):
     """Commands that end an error with one line and status 2, and Ctrl-C with status 130."""
 
     def resolve_command(self, context: Any, args: list[str]) -> Any:
-        if self.get_command(context, args[0]) is None and args[0] in _GONE:
-            context.fail(f"There is no command '{args[0]}': {_GONE[args[0]]}.")
+        command: Any = self.get_command(context, args[0])
+        words = [] if hasattr(command, "commands") else args[1:]  # whose own group looks at them
+        known = {name for parameter in getattr(command, "params", ()) for name in parameter.opts}
+        for word in [*args[:1], *({word for word in words if word[:2] == "--"} - known)]:
+            if word in _GONE and self.get_command(context, word) is None:
+                context.fail(f"There is no {word}: {_GONE[word]}.")
         return super().resolve_command(context, args)
 
     def invoke(self, context: Any) -> Any:
@@ -139,7 +154,7 @@ def print_path(words: str, path: Path) -> None:
 
 def bar(task: str, quiet: bool) -> AbstractContextManager[Advance]:
     """A progress bar on standard error."""
-    return progress_bar(task, visible=not quiet, console=err)
+    return progress_bar(task, visible=not quiet)
 
 
 # How tables show what evaluations measured: by title, the name of the number and its form.
@@ -151,31 +166,22 @@ _COLUMNS = {
     "perplexity": ("perplexity", ",.3f"),
     "bits per byte": ("bits_per_byte", ".4f"),
     "bits per\nmasked token": ("bits_per_hidden_token", ".4f"),
-    "bits per\nwritten token": ("bits_per_hidden_token", ".4f"),
     "accuracy": ("accuracy", ".1%"),
     "tokens": ("num_tokens", ","),
     "masked": ("num_scored", ","),
-    "scored": ("num_scored", ","),
     "tokens/s": ("tokens_per_second", ",.0f"),
 }
 
 
-def evaluation_table(
-    results: Iterable[Any], *titles: str, slopes: Sequence[str] | None = None
-) -> Table:
-    """What evaluations measured, a row each; `slopes` are a second column."""
+def evaluation_table(results: Iterable[Any], *titles: str) -> Table:
+    """What evaluations measured, a row each."""
     shown = (*titles, "tokens/s")
-    heads = [*shown, "memory"]
-    if slopes is not None:
-        heads.insert(1, "slopes")
-    table = NumberTable(*heads, num_labels=1 if slopes is None else 2)
-    for number, result in enumerate(results):
+    table = NumberTable(*shown, "memory")
+    for result in results:
         cells = []
         for name, form in (_COLUMNS[title] for title in shown):
             value = getattr(result, name)
             cells.append("-" if value is None else f"{value:{form}}")
-        if slopes is not None:
-            cells.insert(1, slopes[number])
         table.add_row(*cells, f"{result.peak_memory_bytes / 2**20:,.0f} MiB")
     return table
 

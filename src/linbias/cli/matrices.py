@@ -49,7 +49,7 @@ def of(trace: Explanation, plain: Explanation, heads: list[int]) -> RenderableTy
     if too_large(trace):
         return (
             f"{T:,} queries and {S:,} keys are too many to print.\n"
-            "--query shows one row, --csv and --json write all of them."
+            "--query shows one row, --json writes all of them."
         )
     shown: list[RenderableType] = []
 

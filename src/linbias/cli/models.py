@@ -24,16 +24,10 @@ from linbias.data import SPLITS
 from linbias.lm.settings import TrainSettings
 
 _ENCODER = ("encoder_position", "symmetric")
-# What a loss is per; of a decoder, a byte.
-_TOKEN = {"masked": "masked token", "seq2seq": "written token"}
 
-_NO_FUSE = "Run an existing BLOOM, Falcon or MPT model on Transformers' own attention."
-_SLOPE_SCALE = "Factors on the slopes, such as none,interpolate,0.5. Default: as the model says."
-_TRAIN_LENGTH = "For 'interpolate': tokens per training sequence. Default: as the model says."
 _ONE_PASS = "Read the text in one pass and constant memory, each token after all before it."
 _SPLIT = f"One of {', '.join(SPLITS)}. Default: the whole of a file, the test split of all else."
 _PROMPT = "Text to continue; '-' reads standard input. Default: 'def '."
-_PROMPT_FILE = "Or: a file with the text, of which a last line end is left out."
 _ENDLESS = "Write in constant memory: without an end, unless -n is given. Ctrl-C ends it."
 
 
@@ -65,7 +59,6 @@ def train(
     [dim]linbias train --corpus wikitext-103 --tokenizer bpe --steps 20000 -o output/wiki[/]
     [dim]linbias train --init output/wiki --corpus book.txt --length 512 -o output/book[/]
     [dim]linbias train --task masked --position symmetric --length 64 -o output/masked[/]
-    [dim]linbias train --task seq2seq --length 64 -o output/spans[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --batch-size 1 --context-parallel 2[/]
     """
@@ -101,10 +94,11 @@ def train(
         return print_json({"model": str(output), **metrics.to_dict()})
 
     def bits(nats: float, split: str) -> str:
-        per_byte = 1 if task in _TOKEN else len(getattr(text, split)) / text.num_bytes[split]
+        per_byte = 1 if task == "masked" else len(getattr(text, split)) / text.num_bytes[split]
         return f"{nats / math.log(2.0) * per_byte:.3f}"
 
-    words = f"loss {bits(metrics.loss, 'train')} bits per {_TOKEN.get(task, 'byte')}"
+    unit = "masked token" if task == "masked" else "byte"
+    words = f"loss {bits(metrics.loss, 'train')} bits per {unit}"
     if metrics.validation_loss is not None:
         words = f"{words}, {bits(metrics.validation_loss, 'valid')} on the validation split"
     out.print(f"{training_in_words(metrics)}; {words}", soft_wrap=True)
@@ -142,50 +136,40 @@ def evaluate(
         str | None, option("Tokens read at a time; several as 128,256,512. Default: as trained.")
     ] = None,
     stride: options.Stride = None,
-    no_fuse: Annotated[bool, option(_NO_FUSE, "--no-fuse")] = False,
-    slope_scale: Annotated[str | None, option(_SLOPE_SCALE)] = None,
-    train_length: Annotated[int | None, option(_TRAIN_LENGTH)] = None,
     limit_tokens: options.LimitTokens = None,
     batch_tokens: options.BatchTokens = 16384,
     context_parallel: Annotated[
         int, option("Processes that read each segment together, a shard each (torchrun).")
     ] = 1,
     stream: Annotated[bool, option(_ONE_PASS, "--stream")] = False,
-    chunk: Annotated[int, option("With --stream: tokens read at once.")] = 512,
     corpus: options.Corpus = "stdlib",
     split: Annotated[str | None, options.text_option(_SPLIT)] = None,
     max_bytes: options.MaxBytes = None,
     device: options.Device = "auto",
-    precision: options.PrecisionOrOwn = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
     """Measure how well a model predicts a text, at any length. Works with every causal model, and
-    with those that train --task masked and --task seq2seq made.
+    with those that train --task masked made.
 
     \b
     [dim]linbias evaluate output/train --length 128,512,2048[/]
     [dim]linbias evaluate output/train --length 256 --stride 1 --limit-tokens 5000[/]
     [dim]linbias evaluate gpt2 --corpus book.txt --length 1024[/]
     [dim]zcat library.gz | linbias evaluate output/train --stream --corpus -[/]
-    [dim]linbias evaluate bigscience/bloom-560m --length 8192 --slope-scale none,interpolate[/]
+    [dim]linbias evaluate bigscience/bloom-560m --length 2048,8192[/]
     [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train --context-parallel 2[/]
     """
     lengths = options.parse_numbers("--length", length)
-    scales = None
-    if slope_scale is not None:
-        scales = list(map(options.parse_slope_scale, slope_scale.split(",")))
     if stream:
         others = {
             "--length": length,
             "--stride": stride,
-            "--slope-scale": slope_scale,
-            "--precision": precision,
             "--max-bytes": max_bytes,
             "--context-parallel": None if context_parallel == 1 else context_parallel,
         }
         options.refuse(others, "--stream")
-        return evaluate_stream(model, corpus, split, chunk, limit_tokens, device, quiet, as_json)
+        return evaluate_stream(model, corpus, split, limit_tokens, device, quiet, as_json)
     from linbias.lm.hidden import HiddenEvaluation
     from linbias.lm.measure import evaluate_text
 
@@ -195,40 +179,28 @@ def evaluate(
         split,
         bar=partial(bar, quiet=quiet or not is_first_process()),
         lengths=lengths,
-        slope_scales=scales,
-        train_length=train_length,
-        fused=not no_fuse,
         context_parallel=context_parallel,
         max_bytes=max_bytes,
         device=device,
         stride=stride,
         batch_tokens=batch_tokens,
         limit_tokens=limit_tokens,
-        precision=precision,
     )
     if not is_first_process():
         return
     if as_json:
         return print_json([{"model": model, "corpus": corpus, **row} for row in scores.rows()])
     columns = ["bits per byte", "tokens"]
-    if isinstance(first := scores.results[0], HiddenEvaluation):
-        masks = first.num_spans is None
-        token = _TOKEN["masked" if masks else "seq2seq"]
-        columns = [f"bits per\n{token}", "accuracy", "masked" if masks else "scored"]
+    if isinstance(scores.results[0], HiddenEvaluation):
+        columns = ["bits per\nmasked token", "accuracy", "masked"]
     columns = ["length", "stride", "perplexity", *columns]
-    words = None if scales is None else list(map(_scale_in_words, scores.slope_scales))
     out.print(escape(scores.describe()), soft_wrap=True)
-    out.print(evaluation_table(scores.results, *columns, slopes=words))
-
-
-def _scale_in_words(scale: float | str | None) -> str:
-    return scale if isinstance(scale, str) else "as trained" if scale is None else f"x {scale:g}"
+    out.print(evaluation_table(scores.results, *columns))
 
 
 def generate(
     model: options.Model,
     prompt: Annotated[str | None, option(_PROMPT, "--prompt", "-p")] = None,
-    prompt_file: Annotated[Path | None, option(_PROMPT_FILE)] = None,
     max_new_tokens: Annotated[
         int | None, option("Tokens to write at most. Default: 200.", "--max-new-tokens", "-n")
     ] = None,
@@ -238,17 +210,14 @@ def generate(
     stream: Annotated[bool, option(_ENDLESS, "--stream")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Continue a text with a model. A prompt of more than 200 characters is not shown again. A
-    model that train --task seq2seq made fills in what <extra_id_0>, <extra_id_1> and so on stand
-    for.
+    """Continue a text with a model. A prompt of more than 200 characters is not shown again.
 
     \b
     [dim]linbias generate output/train --prompt "import " -n 400[/]
-    [dim]linbias generate output/train --prompt-file chapter.txt -n 400[/]
+    [dim]linbias generate output/train --prompt - -n 400 < chapter.txt[/]
     [dim]linbias generate output/train --stream | head -c 1000000[/]
-    [dim]linbias generate output/spans --prompt "import <extra_id_0> as np"[/]
     """
-    text_before = options.read_prompt(prompt, prompt_file, default="def ")
+    text_before = options.read_prompt(prompt, default="def ")
     if stream:
         if as_json:
             raise ValueError("--json: must be left out with --stream")
@@ -273,9 +242,6 @@ def convert(
         Path, typer.Argument(help="Folder of jina-embeddings-v2, MosaicBERT or DNABERT-2.")
     ],
     output: options.NewFolder,
-    back: Annotated[
-        bool, option("Write the form that the original code reads.", "--back")
-    ] = False,
 ) -> None:
     """Turn an existing ALiBi encoder into a folder that Transformers loads without remote code.
 
@@ -284,9 +250,8 @@ def convert(
 
     \b
     [dim]linbias convert jina-embeddings-v2-base-en -o jina[/]
-    [dim]linbias convert jina -o original --back[/]
     """
     from linbias.models import convert as run
 
-    run(folder, output, back=back)
+    run(folder, output)
     print_path("model in", output)

@@ -45,20 +45,17 @@ Model = Annotated[
 Corpus = Annotated[
     str,
     text_option(
-        "'stdlib' (Python's own source), a text file, folder, glob, or Hugging Face data set; "
+        "'stdlib' (Python's own source), a text file, folder, or Hugging Face data set; "
         "wikitext-2, wikitext-103 and tiny-shakespeare are short names."
     ),
 ]
 MaxBytes = Annotated[int | None, text_option("Read at most this many bytes per split.")]
-_TOKENIZERS = "'bytes', 'characters', or 'bpe' learned from the text."
+_TOKENIZERS = "'bytes', or 'bpe' learned from the text."
 Tokenizer = Annotated[str, text_option(_TOKENIZERS)]
 VocabSize = Annotated[int, text_option("Tokens of 'bpe'.")]
 
 # Evaluation
 Device = Annotated[str, option("'auto' takes a GPU where there is one; or 'cpu', 'cuda:1'.")]
-PrecisionOrOwn = Annotated[
-    str | None, option("'fp32', 'bf16', or on a GPU 'fp16'. Default: that of the weights.")
-]
 BatchTokens = Annotated[int, option("Tokens per forward pass.")]
 LimitTokens = Annotated[int | None, option("Score at most this many tokens.")]
 Stride = Annotated[
@@ -77,8 +74,8 @@ _DECODER, _ENCODER = (", ".join(methods_of(model)) for model in (DECODER, ENCODE
 PositionOrKept = Annotated[
     str | None,
     model_option(
-        f"One of {_DECODER}. Default: alibi. With --task masked, and for the encoder of "
-        f"seq2seq: one of {_ENCODER}. Default: symmetric."
+        f"One of {_DECODER}. Default: alibi. With --task masked: one of {_ENCODER}. Default: "
+        "symmetric."
     ),
 ]
 TokenizerOrKept = Annotated[str | None, text_option(f"{_TOKENIZERS} Default: bytes.")]
@@ -89,8 +86,7 @@ Methods = Annotated[str, option(f"Any of {_DECODER}.")]
 Task = Annotated[
     str,
     training_option(
-        "'causal': the next token; 'masked': masked tokens, from those on both sides; 'seq2seq': "
-        "spans that were taken out of a text."
+        "'causal': the next token; 'masked': masked tokens, from those on both sides."
     ),
 ]
 LengthOrKept = Annotated[
@@ -114,7 +110,6 @@ _TRAINING = {
     "validate_steps": "Steps between validations; below 1 a share of an epoch; 0: none.",
     "seed": "Fixes weights, order of the text and dropout.",
     "threads": "CPU threads.",
-    "tensorboard": "Also write a TensorBoard log.",
 }
 
 
@@ -163,21 +158,16 @@ def refuse(options: Mapping[str, object], reason: str) -> None:
             raise ValueError(f"{name}: must be left out with {reason}, got {value}")
 
 
-def read_prompt(prompt: str | None, file: Path | None, *, default: str) -> str:
-    """The text of --prompt, of standard input or of --prompt-file, without a last line end."""
-    if prompt is not None and file is not None:
-        raise ValueError(f"--prompt-file: must be left out with --prompt, got {file}")
-    if file is None and prompt != "-":
+def read_prompt(prompt: str | None, *, default: str) -> str:
+    """The text of --prompt, or of standard input without a last line end."""
+    if prompt != "-":
         return given_or(prompt, default)
-    name = "--prompt" if file is None else "--prompt-file"
     try:
-        text = (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode()
-    except OSError as error:
-        rule = "must be a file that can be read"
-        raise ValueError(f"{name}: {rule}, got {file} ({error.strerror})") from error
+        text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        rule = "must be UTF-8 text"
-        raise ValueError(f"{name}: {rule}, got another byte at {error.start}") from error
+        raise ValueError(
+            f"--prompt: must be UTF-8 text, got another byte at {error.start}"
+        ) from error
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -202,18 +192,3 @@ def parse_numbers(option: str, words: str | None, kind: Any = int) -> Any:
     except ValueError:
         rule = "whole numbers such as 128,256" if kind is int else "numbers such as 0.5,0.25"
         raise ValueError(f"{option}: must be {rule}, got {words!r}") from None
-
-
-def parse_slope_scale(word: str) -> float | str | None:
-    """none, interpolate or a positive number as `slope_scale` of a model."""
-    if word in ("none", "interpolate"):
-        return None if word == "none" else word
-    try:
-        scale = float(word)
-    except ValueError:
-        scale = 0.0
-    if not 0.0 < scale < float("inf"):
-        raise ValueError(
-            f"--slope-scale: must be none, interpolate or a positive number, got {word!r}"
-        )
-    return scale

@@ -182,9 +182,6 @@ def evaluate(
         option("Tokens of the blocks before that are read again; length - 1: a sliding window."),
     ] = 0,
     batch_tokens: options.BatchTokens = 16384,
-    resume: Annotated[
-        Path | None, option("Keep scores in this file, and continue from it.")
-    ] = None,
     position: CheckpointPosition = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -207,7 +204,6 @@ def evaluate(
             length=length,
             context_window=context_window,
             batch_tokens=batch_tokens,
-            resume=resume,
             progress=advance,
         )
     if as_json:

@@ -1,6 +1,5 @@
-"""The commands to start with: explain, slopes, bias, explore, extrapolate, doctor."""
+"""The commands to start with: explain, slopes, explore, extrapolate, doctor."""
 
-import csv
 import shlex
 import sys
 import webbrowser
@@ -12,7 +11,6 @@ import typer
 from rich import box
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from linbias.cli import options
 from linbias.cli.console import err, out, print_json, print_path
@@ -25,12 +23,6 @@ _CALL = "B,H,T,S,D,dtype[,backward]: tell instead which implementation such a ca
 _DEFAULTS = ExtrapolateSettings()
 _RESULTS = "Show the run of [bold]extrapolate[/] in this folder, not the README's. Repeatable."
 _PAGE = Path("output/explore.html")
-
-NumHeads = Annotated[int, typer.Argument(help="Number of heads.")]
-Schedule = Annotated[
-    str, option("How slopes fall from head to head: paper, geometric, halving or mpt.")
-]
-MaxBias = Annotated[float, option("The last slope of a power of two is 2^-this.")]
 
 _FAR = 10  # the distance at which slopes are compared
 
@@ -53,7 +45,6 @@ def explain(
     ] = None,
     symmetric: Annotated[bool, option(_SYMMETRIC, "--symmetric")] = False,
     causal: Annotated[bool, option(_CAUSAL, "--causal")] = False,
-    as_csv: Annotated[bool, option("Print all numbers as CSV, one in a line.", "--csv")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Show weights and output of attention, with the bias and without, and every step of a row.
@@ -62,7 +53,7 @@ def explain(
     [dim]linbias explain[/]
     [dim]linbias explain --causal --slope 0.25[/]
     [dim]linbias explain --query cat --head 0[/]
-    [dim]linbias explain arrays.npz --csv > numbers.csv[/]
+    [dim]linbias explain arrays.npz --json > numbers.json[/]
     """
     from linbias import example
     from linbias.cli import matrices
@@ -73,17 +64,11 @@ def explain(
     causal = causal or (arrays is not None and not symmetric)
     trace, tokens = example.trace(arrays, causal=causal, slope=slopes)
     plain, _ = example.trace(arrays, causal=causal, slope=[0.0])
+    if as_json:
+        options.refuse({"--query": query, "--head": head}, "--json, which has all rows")
+        return print_json(example.to_json(trace, plain))
     queries = example.find(query, trace, tokens)
     heads = example.find_heads(head, len(trace.weights))
-    if as_csv and as_json:
-        raise ValueError("--csv: must stand without --json")
-    if as_json:
-        return print_json(example.to_json(trace, plain, queries, heads))
-    if as_csv:
-        lines = csv.writer(sys.stdout, lineterminator="\n")
-        lines.writerow(example.CSV_TITLES)
-        lines.writerows(example.to_csv(trace, plain, queries, heads))
-        return
     if query is None:
         out.print(matrices.of(trace, plain, heads))
         if matrices.too_large(trace):
@@ -100,9 +85,10 @@ def explain(
 
 
 def slopes(
-    heads: NumHeads,
-    schedule: Schedule = "paper",
-    max_bias: MaxBias = 8.0,
+    heads: Annotated[int, typer.Argument(help="Number of heads.")],
+    schedule: Annotated[
+        str, option("How slopes fall from head to head: paper, geometric, halving or mpt.")
+    ] = "paper",
     as_json: options.Json = False,
 ) -> None:
     """Print the slope of every head, and how far it lets the head see.
@@ -115,9 +101,9 @@ def slopes(
     from linbias.cli.tables import NumberTable
     from linbias.explore.data import CHARACTERS
 
-    values = schedules.slopes(heads, schedule, max_bias)
+    values = schedules.slopes(heads, schedule)
     if as_json:
-        return print_json({"slopes": values.tolist(), "schedule": schedule, "max_bias": max_bias})
+        return print_json({"slopes": values.tolist(), "schedule": schedule})
     added_at, left_at = f"bias\nat {_FAR}", f"factor\nat {_FAR}"
     title = f"Slopes of {heads} heads, schedule {schedule}"
     titles = ("head", "slope", "2 to the", added_at, left_at, "1/e at", "reach")
@@ -133,50 +119,6 @@ def slopes(
         f"[dim]bias: what is added to a score at distance {_FAR}; factor: what that leaves of a "
         "weight; 1/e at: the distance that leaves 37%.[/]"
     )
-
-
-def bias(
-    heads: NumHeads,
-    length: Annotated[int, typer.Argument(help="Number of tokens: queries and keys.")],
-    head: Annotated[int | None, option("Only this head, counted from 0.")] = None,
-    symmetric: Annotated[
-        bool, option("Show the keys after the query, too.", "--symmetric")
-    ] = False,
-    schedule: Schedule = "paper",
-    max_bias: MaxBias = 8.0,
-    as_json: options.Json = False,
-) -> None:
-    """Print what the bias adds to the scores: a row for each query, a column for each key.
-
-    \b
-    [dim]linbias bias 12 8 --head 3[/]
-    [dim]linbias bias 2 5 --symmetric --schedule halving[/]
-    """
-    from linbias import definition, schedules
-    from linbias._matrix import Matrix
-    from linbias.cli import matrices
-    from linbias.example import find_heads
-
-    if length < 1:
-        raise ValueError(f"bias: length must be at least 1, got {length}")
-    if length > matrices.MOST_COLUMNS and not as_json:
-        raise ValueError(
-            f"bias: length must be at most {matrices.MOST_COLUMNS} to be printed, got {length} "
-            "(--json writes any)"
-        )
-    chosen = find_heads(head, heads, "bias")
-    values = schedules.slopes(heads, schedule, max_bias)[chosen]
-    right = None if symmetric else np.full(len(values), np.inf)
-    added = definition.bias(values, length, length, right_slopes=right)
-    if as_json:
-        rows = [[[None if np.isinf(x) else float(x) for x in row] for row in one] for one in added]
-        return print_json({"slopes": values.tolist(), "bias": rows})
-    names = [str(position) for position in range(length)]
-    for h, slope, one in zip(chosen, values, added, strict=True):
-        numbers = np.where(np.isinf(one), np.nan, one)
-        out.print(Text(f"Bias of head {h}, {schedules.in_words(slope)}", style="bold"))
-        out.print(matrices.Pair(Matrix("", numbers, names, names)))
-        out.print()
 
 
 def explore(
@@ -255,7 +197,7 @@ def extrapolate(
     as_json: options.Json = False,
     **training: Any,
 ) -> None:
-    """Train short, test long: the paper's experiment, with plots and a report.
+    """Train short, test long: the paper's experiment, with a figure and a report.
 
     The defaults take three minutes on two cores.
     Interrupted, the same command continues the run.

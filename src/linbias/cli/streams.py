@@ -19,64 +19,36 @@ def reach(
     tolerance: Annotated[
         float, options.option("Share of a row's weight that keys beyond the reach may hold.")
     ] = 2.0**-24,
-    corpus: Annotated[
-        str | None,
-        options.text_option("A text to read as well, as for evaluate: what its rows need."),
-    ] = None,
-    limit_tokens: options.LimitTokens = None,
-    quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
     """Print how many of the nearest keys each head of a model can need, whatever the text: from
-    its weights alone.
-
-    With --corpus, also how many a cache keeps that follows the text, of which it reads 32,768
-    tokens unless --limit-tokens says otherwise.
+    its weights alone. (What a text makes a cache keep: linbias evaluate --stream.)
 
     \b
     [dim]linbias reach output/train[/]
-    [dim]linbias reach output/train --corpus book.txt[/]
     [dim]linbias reach bigscience/bloom-560m --tolerance 1e-4[/]
     """
     if not 0 < tolerance < 1:
         raise ValueError(f"--tolerance: must be in (0, 1), got {tolerance}")
-    from linbias.lm.streaming import needed_reach
+    from linbias.lm.checkpoints import open_model
+    from linbias.models.window_cache.reach import reach_of_weights
 
-    limit_tokens = options.given_or(limit_tokens, 32_768)
-    shown = partial(bar, quiet=quiet)
-    needs = needed_reach(model, tolerance, corpus, limit_tokens=limit_tokens, bar=shown)
-    weights, needed, kept = needs.weights, needs.needed, needs.kept
+    weights = reach_of_weights(open_model("reach", model)[1])
+    needed = weights.of_heads(tolerance)
     if as_json:
         numbers = {"reach": needed, "lead": weights.lead, "slopes": weights.slopes}
         lists = {
             name: [[x if math.isfinite(x) else None for x in row] for row in array.tolist()]
             for name, array in numbers.items()
         }
-        record = {"model": model, "tolerance": tolerance, **lists, "why_not": weights.why_not}
-        if kept is not None:
-            record |= {"corpus": corpus, "num_tokens": needs.num_tokens}
-            record |= {"kept": kept.tolist(), "uncertified": needs.uncertified}
-        return print_json(record)
+        said = {"model": model, "tolerance": tolerance, "why_not": weights.why_not}
+        return print_json(said | lists)
     heads = [f"head {head}\n{written(slope)}" for head, slope in enumerate(weights.slopes[0])]
     same = (weights.slopes == weights.slopes[0]).all()
     _print_table(needed, heads if same else None, "Keys that a head can need, whatever the text")
     for layer, reason in weights.why_not.items():
         out.print(f"Layer {layer} has no reach: {reason}.")
     out.print(escape(_in_words(needed, tolerance)), soft_wrap=True)
-    if kept is None:
-        return
-    if kept.shape != needed.shape:
-        heads = [f"key/value\nhead {head}" for head in range(kept.shape[1])]
-    title = f"Keys that were kept of {needs.num_tokens:,} tokens of {corpus}"
-    _print_table(kept, heads if same else None, title)
-    certified = "certified in every row"
-    if needs.uncertified:
-        certified = f"not certified in {needs.uncertified:,} rows of heads"
-    out.print(
-        f"{kept.sum():,.0f} keys over {kept.size} heads, {certified}; a cache of all keys holds "
-        f"{kept.size * needs.num_tokens:,}.",
-        soft_wrap=True,
-    )
 
 
 def _print_table(keys: Any, heads: list[str] | None, title: str) -> None:
@@ -114,7 +86,6 @@ def evaluate_stream(
     model: str,
     corpus: str,
     split: str | None,
-    chunk: int,
     limit_tokens: int | None,
     device: str,
     quiet: bool,
@@ -126,7 +97,7 @@ def evaluate_stream(
     from linbias.lm.streaming import StreamScorer, read_corpus
 
     files, loaded = open_model("evaluate", model, device=choose_device("evaluate", device))
-    scorer, num_bytes = StreamScorer(loaded, chunk=chunk), 0
+    scorer, num_bytes = StreamScorer(loaded), 0
     options: Any = {"limit_tokens": limit_tokens, "bar": partial(bar, quiet=quiet)}
     try:
         for read in read_corpus(scorer, files, corpus, split, caller="evaluate", **options):

@@ -9,15 +9,12 @@ from rich.table import Table
 
 class NumberTable(Table):
     """A table of numbers that, where it is wider than the terminal, goes on below with further
-    columns after the first `num_labels`, which say which row is which.
+    columns after the first, which says which row is which.
     """
 
     title_of_rest: str | None = None  # above further columns
 
-    def __init__(
-        self, *titles: str, title: str | None = None, num_labels: int = 1, **look: Any
-    ) -> None:
-        self.num_labels = num_labels
+    def __init__(self, *titles: str, title: str | None = None, **look: Any) -> None:
         usual: dict[str, Any] = {"title_style": "bold", "padding": (0, 1, 0, 0)}
         self._look = {"box": box.SIMPLE_HEAD, **usual, **look}
         super().__init__(title=title, title_justify="left", caption_justify="left", **self._look)
@@ -50,11 +47,10 @@ class NumberTable(Table):
             gap + max(console.measure(text).maximum for text in (column.header, *column.cells))
             for column in self.columns
         ]
-        labels = list(range(self.num_labels))
-        parts = [labels[:]]
-        for index in range(len(labels), len(widths)):
+        parts = [[0]]
+        for index in range(1, len(widths)):
             taken = sum(widths[other] for other in parts[-1])
-            if len(parts[-1]) > len(labels) and taken + widths[index] > room:
-                parts.append(labels[:])
+            if len(parts[-1]) > 1 and taken + widths[index] > room:
+                parts.append([0])
             parts[-1].append(index)
         return parts

@@ -6,7 +6,7 @@ A program that was written for one of these changes its import line and nothing 
 |--------------|-------------------------------------------------------|
 | `flash_attn` | the functions of flash-attn 2, on any device          |
 | `labml`      | `labml_nn.transformers.alibi` of the annotated papers |
-| `fairseq`    | mask, slopes and block of the paper's repository      |
+| `fairseq`    | mask and slopes of the paper's repository             |
 
 Each module says what differs. New code is better off with `linbias.torch.attention`.
 """

@@ -1,18 +1,18 @@
-"""What the paper's repository adds to fairseq, and the parallel block of its discussions."""
+"""What the paper's repository adds to fairseq."""
 
 from linbias import _extras
 
 _extras.require("linbias.compat.fairseq")
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch import Tensor
 
 from linbias.compat._rules import check_count
 from linbias.schedules import slopes
-from linbias.torch import attention
 
-__all__ = ["ParallelAttentionBlock", "buffered_future_mask", "calc_alibi_bias", "get_slopes"]
+__all__ = ["buffered_future_mask", "calc_alibi_bias", "get_slopes"]
 
 
 def get_slopes(n: int) -> list[float]:
@@ -103,79 +103,12 @@ def buffered_future_mask(tensor: Tensor, heads: int) -> Tensor:
     return row.masked_fill(place > place[:, None], -torch.inf)
 
 
-class ParallelAttentionBlock(nn.Module):
-    """A decoder block whose attention and feed-forward share one projection of their input.
+if not TYPE_CHECKING:
 
-        q, k, v, ff = fused_attn_ff_proj(norm(x))
-        out = attn_out(attention(q, k, v)) + ff_out(ff)
-
-    All query heads share one key/value head. The attention is causal, with the paper's slopes. The
-    model adds the input. Norm and activation, which the discussion leaves out, are those of its
-    library: RMSNorm, x / sqrt(mean(x^2) + 1e-5) * gamma, and SwiGLU, x * silu(gate) of two halves.
-    What differs: no mask and no bias of length x length is made, and slopes are not rounded.
-
-    Args:
-        dim: Number of features of input and output.
-        dim_head: Size of a head.
-        heads: Number of query heads.
-        ff_mult: The feed-forward has dim * ff_mult inner features.
-
-    Raises:
-        TypeError, ValueError: A number is not an integer of at least 1.
-
-    Example:
-        >>> block = ParallelAttentionBlock(dim=16, dim_head=8, heads=4)
-        >>> x = torch.randn(2, 5, 16)
-        >>> (x + block(x)).shape
-        torch.Size([2, 5, 16])
-        >>> [*block.state_dict()]
-        ['norm.gamma', 'fused_attn_ff_proj.weight', 'attn_out.weight', 'ff_out.1.weight']
-
-    Source: the repository of "Train Short, Test Long", discussion "ALiBi in Parallel Attention";
-    norm and activation from PaLM-jax and PaLM-pytorch (P. Wang).
-    """
-
-    def __init__(self, dim: int, dim_head: int = 64, heads: int = 8, ff_mult: int = 4) -> None:
-        super().__init__()
-        given = {"dim": dim, "dim_head": dim_head, "heads": heads, "ff_mult": ff_mult}
-        for name, number in given.items():
-            check_count("ParallelAttentionBlock", name, number)
-        self.heads, self.dim_head, self.scale = heads, dim_head, dim_head**-0.5
-        inner = dim * ff_mult
-        self.fused_dims = (dim_head * heads, dim_head, dim_head, 2 * inner)
-        self.norm = _RMSNorm(dim)
-        self.fused_attn_ff_proj = nn.Linear(dim, sum(self.fused_dims), bias=False)
-        self.attn_out = nn.Linear(dim_head * heads, dim, bias=False)
-        self.ff_out = nn.Sequential(_SwiGLU(), nn.Linear(inner, dim, bias=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, dim] -> [B, T, dim]."""
-        width = self.fused_attn_ff_proj.in_features
-        if x.dim() != 3 or x.shape[2] != width:
-            raise ValueError(
-                f"ParallelAttentionBlock: x must have shape [B, T, dim = {width}],"
-                f" got {list(x.shape)}"
+    def __getattr__(name: str) -> object:
+        if name == "ParallelAttentionBlock":
+            raise ImportError(
+                f"linbias.compat.fairseq: {name} went; LinbiasConfig(block='parallel_fused') of "
+                "linbias.models has that block"
             )
-        q, k, v, ff = self.fused_attn_ff_proj(self.norm(x)).split(self.fused_dims, dim=-1)
-        q = q.unflatten(-1, (self.heads, self.dim_head)).transpose(1, 2)
-        out = attention(q, k[:, None], v[:, None], scale=self.scale)
-        return self.attn_out(out.transpose(1, 2).flatten(2)) + self.ff_out(ff)
-
-
-class _RMSNorm(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.empty(dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.gamma)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, (x.shape[-1],), self.gamma, 1e-5)
-
-
-class _SwiGLU(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        x, gate = x.chunk(2, dim=-1)
-        return x * silu(gate)
+        raise AttributeError(f"module 'linbias.compat.fairseq' has no attribute {name!r}")

@@ -42,6 +42,8 @@ from linbias import _extras
 _extras.require("linbias.compat.flash_attn")
 
 import operator
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -111,17 +113,19 @@ def flash_attn_func(
     return result if isinstance(result, Tensor) else (*result, None)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = _NO_WINDOW,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Result:
+_OPTIONS = list(signature(flash_attn_func).parameters.values())[3:]
+
+
+def _with_options(packed: Callable[..., Result]) -> Callable[..., Result]:
+    """Show a function that takes the options of `flash_attn_func` with them, after its own."""
+    own = signature(packed)
+    first = [p for p in own.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    packed.__signature__ = own.replace(parameters=first + _OPTIONS)  # type: ignore[attr-defined]
+    return packed
+
+
+@_with_options
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Result:
     """Run `flash_attn_func` on queries, keys and values that stand in one tensor.
 
     Args:
@@ -136,23 +140,12 @@ def flash_attn_qkvpacked_func(
         torch.Size([1, 5, 2, 8])
     """
     _check_arrays("flash_attn_qkvpacked_func", qkv=(qkv, "B T 3 H D"))
-    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     q, k, v = qkv.unbind(2)
-    return flash_attn_func(q, k, v, *options, return_attn_probs)
+    return flash_attn_func(q, k, v, *args, **options)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = _NO_WINDOW,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Result:
+@_with_options
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Result:
     """Run `flash_attn_func` on keys and values that stand in one tensor.
 
     Args:
@@ -167,9 +160,8 @@ def flash_attn_kvpacked_func(
         torch.Size([1, 5, 4, 8])
     """
     _check_arrays("flash_attn_kvpacked_func", kv=(kv, "B S 2 G D"))
-    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     k, v = kv.unbind(2)
-    return flash_attn_func(q, k, v, *options, return_attn_probs)
+    return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_varlen_func(
@@ -239,18 +231,9 @@ def flash_attn_varlen_func(
     return out, _as_theirs(lse.T), None
 
 
+@_with_options
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = _NO_WINDOW,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
 ) -> Result:
     """Run `flash_attn_varlen_func` on queries, keys and values that stand in one tensor.
 
@@ -268,12 +251,11 @@ def flash_attn_varlen_qkvpacked_func(
     """
     _check_arrays("flash_attn_varlen_qkvpacked_func", qkv=(qkv, "total 3 H D"))
     q, k, v = qkv.unbind(1)
-    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, return_attn_probs
-    )
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(q, k, v, *lengths, *args, **options)
 
 
+@_with_options
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -281,14 +263,8 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = _NO_WINDOW,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    *args: Any,
+    **options: Any,
 ) -> Result:
     """Run `flash_attn_varlen_func` on keys and values that stand in one tensor.
 
@@ -306,19 +282,9 @@ def flash_attn_varlen_kvpacked_func(
         torch.Size([5, 4, 8])
     """
     _check_arrays("flash_attn_varlen_kvpacked_func", kv=(kv, "total_k 2 G D"))
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     k, v = kv.unbind(1)
-    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        *options,
-        return_attn_probs,
-    )
+    return flash_attn_varlen_func(q, k, v, *lengths, *args, **options)
 
 
 @torch.no_grad()

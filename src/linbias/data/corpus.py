@@ -6,7 +6,6 @@ learned, not what it has memorised. "stdlib", Python's own source, is about 9 MB
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
@@ -14,21 +13,13 @@ import re
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from linbias._run.hub import answers
 from linbias.data import SPLITS
 from linbias.data.data_sets import TEXTS, as_line, open_data_set
-from linbias.data.tokenizers import (
-    KINDS,
-    TokenIds,
-    Tokenizer,
-    byte_tokenizer,
-    character_tokenizer,
-    train_bpe,
-)
+from linbias.data.tokenizers import KINDS, TokenIds, Tokenizer, byte_tokenizer, train_bpe
 
 HELD_OUT = 0.05  # share of the valid split, and of the test split
 
@@ -62,8 +53,7 @@ class Corpus:
         test: Text to report.
         num_bytes: UTF-8 bytes of each split's text, by the split's name.
         fingerprint: SHA-256 of the texts and the tokenizer; the same for the same ids.
-        location: "stdlib", the absolute path of a file or folder (of a glob: its folders before
-            the first wildcard), or a data set's id.
+        location: "stdlib", the absolute path of a file or folder, or a data set's id.
         splits: By split, a SHA-256 of what belongs to it, not of its content: the paths of its
             files in the folder, or the bytes at which one text was cut.
     """
@@ -96,8 +86,6 @@ def load_corpus(
     *,
     tokenizer: str = "bytes",
     vocab_size: int = 4096,
-    column: str = "text",
-    stream: bool = False,
     max_bytes: int | None = None,
 ) -> Corpus:
     """Reads a text, splits it into train, valid and test, and tokenises it.
@@ -109,15 +97,12 @@ def load_corpus(
     set without splits of its own, are one text cut in the same proportions.
 
     Args:
-        name: "stdlib"; a text file, a folder (every file in it that is not hidden) or a glob; or
-            the id of a Hugging Face data set, "owner/name" or "owner/name:configuration".
-            "wikitext-103" and "wikitext-2" are short for Salesforce/wikitext, "tiny-shakespeare"
-            for karpathy/tiny_shakespeare.
-        tokenizer: "bytes", "characters" for those of all three splits, or "bpe" for byte pairs
-            learned from the train split.
+        name: "stdlib"; a text file or a folder (every file in it that is not hidden); or the id of
+            a Hugging Face data set with a column "text", "owner/name" or
+            "owner/name:configuration". "wikitext-103" and "wikitext-2" are short for
+            Salesforce/wikitext, "tiny-shakespeare" for karpathy/tiny_shakespeare.
+        tokenizer: "bytes", or "bpe" for byte pairs learned from the train split.
         vocab_size: Number of tokens of "bpe".
-        column: The column of a data set that holds the text.
-        stream: Read a data set over the network without storing it; for use with `max_bytes`.
         max_bytes: At most this many bytes of UTF-8 per split; None means all.
 
     Raises:
@@ -137,15 +122,16 @@ def load_corpus(
         splits, source = _split_files(_stdlib_files()), "source of Python's standard library"
         location = name
     elif paths := matching_files(name):
-        root = _root(name)
+        path = Path(name).expanduser()
+        root = path if path.is_dir() else path.parent
         files = {path.relative_to(root).as_posix(): _read_text(path) for path in paths}
         named = _named_splits(files)
         splits = named or _split_files(files)
         num_files = len(paths) if named is None else sum(map(len, named.members.values()))
         source = f"{num_files} file{'s' * (num_files > 1)} of {name}"
-        location = str((paths[0] if Path(name).expanduser() == paths[0] else root).resolve())
+        location = str(path.resolve())
     elif _is_data_set(name):
-        splits = _data_set_splits(name, column, stream, max_bytes)
+        splits = _data_set_splits(name, max_bytes)
         location = TEXTS.get(name, name)
         source = f"Hugging Face data set {location}"
     else:
@@ -179,7 +165,7 @@ def find_corpus(name: str) -> None:
     if not _is_data_set(name):
         raise _no_such_corpus(name)
     if not answers():  # else it shows when it is fetched
-        _open(name, stream=True, reachable=False)
+        _open(name, reachable=False)
 
 
 def read_file(path: Path, *, max_bytes: int | None = None) -> bytes:
@@ -203,8 +189,8 @@ def _stdlib_files() -> dict[str, bytes]:
     return {path: text for path, text in files.items() if why_binary(text) is None}
 
 
-def matching_files(name: str, caller: str = "load_corpus") -> list[Path]:
-    """The files that a file, folder or glob means, sorted; of a folder all that are not hidden."""
+def matching_files(name: str) -> list[Path]:
+    """A file, or all of a folder that are not hidden, sorted; none where there is neither."""
     path = Path(name).expanduser()
     if path.is_dir():
         paths = [
@@ -214,22 +200,11 @@ def matching_files(name: str, caller: str = "load_corpus") -> list[Path]:
         ]
         if not any(file.is_file() for file in paths):
             raise ValueError(
-                f"{caller}: files must be text files that are not hidden, got none in {name}"
+                f"load_corpus: files must be text files that are not hidden, got none in {name}"
             )
     else:
-        paths = [path] if path.exists() else [*map(Path, glob.glob(str(path), recursive=True))]
+        paths = [path]
     return sorted(file for file in paths if file.is_file())
-
-
-def _root(name: str) -> Path:
-    """The folder that the paths of `matching_files` are relative to, as `name` spells it."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        return path.parent
-    plain = takewhile(lambda part: not glob.has_magic(part), path.parent.parts)
-    return Path(*plain)
 
 
 def _read_text(path: Path) -> bytes:
@@ -302,14 +277,14 @@ def _join(documents: Iterable[bytes]) -> bytes:
     return b"".join(text if text.endswith(b"\n") else text + b"\n" for text in documents)
 
 
-def _data_set_splits(name: str, column: str, stream: bool, max_bytes: int | None) -> _Splits:
-    rows = _open(name, stream)
+def _data_set_splits(name: str, max_bytes: int | None) -> _Splits:
+    rows = _open(name)
     if not all(split in rows for split in SPLITS):
         return _cut_into_splits(
-            _column_text(rows.get("train") or next(iter(rows.values())), column, max_bytes)
+            _column_text(rows.get("train") or next(iter(rows.values())), max_bytes)
         )
     return _Splits(
-        {split: _column_text(rows[split], column, max_bytes) for split in SPLITS},
+        {split: _column_text(rows[split], max_bytes) for split in SPLITS},
         {split: [split] for split in SPLITS},
     )
 
@@ -319,31 +294,32 @@ def _is_data_set(name: str) -> bool:
     return bool(_DATA_SET_ID.fullmatch(name)) and Path(name).suffix not in _TEXT_SUFFIXES
 
 
-def _open(name: str, stream: bool, reachable: bool | None = None) -> dict[str, Any]:
+def _open(name: str, reachable: bool | None = None) -> dict[str, Any]:
     id = TEXTS.get(name, name)
     try:
-        return open_data_set(id, stream=stream, reachable=reachable)
+        return open_data_set(id, stream=False, reachable=reachable)
     except ValueError as error:
         raise _no_such_corpus(name, " that can be reached", f" ({error})") from error
 
 
 def _no_such_corpus(name: str, more: str = "", reason: str = "") -> ValueError:
     return ValueError(
-        "load_corpus: name must be 'stdlib', a file, folder or glob that exists, or the id of "
+        "load_corpus: name must be 'stdlib', a file or folder that exists, or the id of "
         f"a Hugging Face data set{more}, got {name!r}{reason}"
     )
 
 
-def _column_text(rows: Any, column: str, max_bytes: int | None) -> bytes:
+def _column_text(rows: Any, max_bytes: int | None) -> bytes:
     """The rows' text, a line end after each; an empty row, in WikiText, is a blank line."""
     parts: list[bytes] = []
     size = 0
     for row in rows:
-        if not isinstance(row.get(column), str):
+        if not isinstance(row.get("text"), str):
             raise ValueError(
-                f"load_corpus: column must be one of text, got {column!r} of {', '.join(row)}"
+                f"load_corpus: name must be of a data set with texts in its column 'text', got "
+                f"one with {', '.join(row)}; a file of its texts will do"
             )
-        parts.append(as_line(row[column]))
+        parts.append(as_line(row["text"]))
         size += len(parts[-1])
         if max_bytes is not None and size >= max_bytes:
             break
@@ -355,10 +331,5 @@ def _tokenizer(texts: dict[str, bytes], kind: str, vocab_size: int) -> tuple[str
     digest = hashlib.sha256(json.dumps([kind, vocab_size if kind == "bpe" else 256]).encode())
     for split in SPLITS:
         digest.update(hashlib.sha256(texts[split]).digest())
-    if kind == "bpe":
-        made = train_bpe(texts["train"], vocab_size)
-    elif kind == "bytes":
-        made = byte_tokenizer()
-    else:
-        made = character_tokenizer(c for text in texts.values() for c in set(text.decode()))
+    made = train_bpe(texts["train"], vocab_size) if kind == "bpe" else byte_tokenizer()
     return digest.hexdigest(), made

@@ -1,7 +1,6 @@
-"""Text to numbers and back: bytes, characters, or byte pairs learned from a corpus.
+"""Text to numbers and back: bytes, or byte pairs learned from a corpus.
 
-Bytes and byte pairs encode every text; characters refuse what their corpus does not have. Whatever
-is encoded decodes to itself; `transformers.AutoTokenizer` reads the files of all.
+Both encode every text, which decodes to itself; `transformers.AutoTokenizer` reads their files.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-KINDS = ("bytes", "characters", "bpe")
+KINDS = ("bytes", "bpe")
 TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 
 _FILE = "tokenizer.json"
 _MASK = "\x1a"
 # Characters that texts do not use, in the roles that ASCII gave them. Nothing adds them unasked.
 _ROLES = {"pad_token": "\0", "bos_token": "\2", "eos_token": "\3", "mask_token": _MASK}
-_NUM_SENTINELS = 100
-_SENTINEL = "<extra_id_{}>"  # as of T5
 # The library encodes the pieces of a batch in parallel, which takes much more memory than their
 # ids do. So it gets a text in batches of pieces, each of which is made of whole lines.
 _PIECE_BYTES = 1 << 14
@@ -58,31 +55,12 @@ class Tokenizer:
         """The id of the token that stands for a masked one; None where there is none."""
         return self.backend.token_to_id(_MASK)
 
-    @property
-    def sentinel_ids(self) -> range:
-        """The ids of the sentinels, in order; empty where there are none."""
-        first = self.backend.token_to_id(_SENTINEL.format(0))
-        return range(0) if first is None else range(first, first + _NUM_SENTINELS)
-
-    def with_sentinels(self) -> Tokenizer:
-        """The same tokenizer, with sentinels <extra_id_0>, <extra_id_1>, ... behind its tokens."""
-        if self.sentinel_ids:
-            return self
-        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
-        names = (_SENTINEL.format(number) for number in range(_NUM_SENTINELS))
-        backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
-        return Tokenizer(backend)
-
     def encode(self, text: str | bytes) -> TokenIds:
         """The ids of a string or of UTF-8 bytes, in the narrowest of uint8, uint16 and uint32."""
         data = text.encode() if isinstance(text, str) else text
-        vocabulary = self.backend.get_vocab(with_added_tokens=False)
-        dtype = np.min_scalar_type(self.vocab_size - 1)
-        is_list = isinstance(self.backend.model, models.WordLevel)
-        if is_list and all(len(token) == 1 for token in vocabulary):
-            return _encode_characters(data.decode(), vocabulary).astype(dtype)
-        if len(vocabulary) == 256:
+        if isinstance(self.backend.model, models.BPE) and self.vocab_size == 256:
             return np.frombuffer(data, np.uint8)  # no merges: the ids are the bytes
+        dtype = np.min_scalar_type(self.vocab_size - 1)
         ids = [
             np.asarray(piece.ids, dtype)
             for batch in _batches(data)
@@ -121,37 +99,6 @@ def byte_tokenizer() -> Tokenizer:
     """The tokenizer whose ids are the 256 byte values."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     backend = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
-    backend.add_special_tokens(_special_tokens())
-    return Tokenizer(backend)
-
-
-def _encode_characters(text: str, vocabulary: dict[str, int]) -> npt.NDArray[np.int32]:
-    # The last entry stands for all characters beyond.
-    id_of = np.full(max(map(ord, vocabulary)) + 2, -1, np.int32)
-    for character, id in vocabulary.items():
-        id_of[ord(character)] = id
-    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    ids = id_of[np.minimum(codes, len(id_of) - 1)]
-    if len(ids) and ids.min() < 0:
-        first = int(np.argmin(ids))
-        unknown = "".join(sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()}))
-        raise ValueError(
-            f"Tokenizer.encode: text must be made of the {len(vocabulary) - len(_ROLES):,} "
-            f"characters of the text that was trained on, got {text[first]!a} at character "
-            f"{first:,} ({len(unknown):,} unknown: {unknown[:20]!a}{'...' * (len(unknown) > 20)})"
-        )
-    return ids
-
-
-def character_tokenizer(characters: Iterable[str]) -> Tokenizer:
-    """The tokenizer of these characters, in the order of Unicode after the four with roles."""
-    roles = list(_ROLES.values())
-    tokens = [*roles, *sorted(set(characters).difference(roles))]
-    backend = tokenizers.Tokenizer(
-        models.WordLevel({token: id for id, token in enumerate(tokens)})
-    )
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
     backend.add_special_tokens(_special_tokens())
     return Tokenizer(backend)
 

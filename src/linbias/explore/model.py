@@ -237,7 +237,7 @@ def _summary(model: PreTrainedModel, folder: str, shown: _Text, room: int) -> di
     reach_alone = departure = None
     if left is not None:
         alone = reading.weights_of_bias(left, right, len(ids), causal)
-        reach_alone = {name: rows[0] for name, rows in reading.reach(alone[None]).items()}
+        reach_alone = reading.reach(alone[None])[0]
         departure = reading.departure(weights, alone).tolist()
     num_weights = num_matrices * _num_weights(len(ids), causal)
     fits = num_weights <= room

@@ -97,23 +97,15 @@ def departure(weights: npt.NDArray[Any], alone: Float64) -> Float64:
     return moved.mean(-1)
 
 
-def reach(weights: npt.NDArray[Any]) -> dict[str, list[list[float]]]:
-    """Of each head, over the later half of the queries, the `mean` distance of its weight.
-
-    And the smallest distance `within` which 90% of it lies: [L][H] each.
-    """
+def reach(weights: npt.NDArray[Any]) -> list[list[float]]:
+    """[L][H]: the mean distance of each head's weight, over the later half of the queries."""
     T = weights.shape[-1]
     rows = np.arange(T // 2, T)
     distance = np.abs(rows[:, None] - np.arange(T))
-    totals = [
-        np.bincount(distance.ravel(), matrix[rows].ravel().astype(np.float64), minlength=T)
-        for matrix in weights.reshape(-1, T, T)
-    ]
-    by_distance = np.stack([total / total.sum() for total in totals])
-    mean = by_distance @ np.arange(T)
-    within = (by_distance.cumsum(1) < 0.9).sum(1)
-    shape = weights.shape[:2]
-    return {"mean": mean.reshape(shape).tolist(), "within": within.reshape(shape).tolist()}
+    parts = weights[..., rows, :].astype(np.float64)
+    mean = (parts * distance).sum((-1, -2)) / parts.sum((-1, -2))
+    found: list[list[float]] = mean.tolist()
+    return found
 
 
 def pack(weights: Weights, causal: bool) -> str:

@@ -1,6 +1,5 @@
-"""What is shown where scripts do not run: the chapter's weights as a picture, tables as HTML."""
+"""What is shown where scripts do not run: the chapter's weights as a picture."""
 
-from collections.abc import Sequence
 from html import escape
 
 from linbias import _matrix, example
@@ -21,23 +20,6 @@ def static_part() -> str:
         picture(),
     ]
     return "\n".join(parts)
-
-
-def scrolling_table(
-    caption: str, columns: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str]]
-) -> str:
-    """A table of text with a row for each name, which scrolls in itself where it is too wide."""
-    heads = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    lines = []
-    for name, row in zip(names, rows, strict=True):
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
-        lines.append(f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>')
-    title = escape(caption)
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{title}">'
-        f"<table><caption><span>{title}</span></caption>"
-        f"<thead><tr><td></td>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-    )
 
 
 def picture() -> str:

@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 from linbias._run.files import Record
 from linbias._run.processes import ALONE, Sharing, max_over_all, num_processes, sum_over_all
 from linbias.lm.memory import PeakMemory
-from linbias.lm.settings import PRECISIONS
 from linbias.lm.windows import Likelihood, Window, check_tokens, equal_windows, rows_of
 from linbias.models.decoder.linbias import LinbiasForMaskedLM
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
@@ -35,14 +34,11 @@ from linbias.torch.context_parallel import shard, use
 
 _OTHERS = {
     LinbiasForMaskedLM: "sees later tokens (evaluate_hidden scores it)",
-    LinbiasForConditionalGeneration: "reads one text to write another (evaluate_hidden scores it)",
+    LinbiasForConditionalGeneration: "reads one text to write another (its own loss scores it)",
 }
 # Float32 logits that are held at once at most, 64 MiB: more make nothing faster.
 MAX_LOGITS = 2**24
-# The dtype of matrix products in each precision. Losses are always float32, and their sums
-# float64.
 _PLAIN = {"use_cache": False, "return_dict": True}
-_DTYPES = dict(zip(PRECISIONS, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,6 @@ def evaluate(
     batch_tokens: int = 16384,
     limit_tokens: int | None = None,
     device: torch.device | str | None = None,
-    precision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     context_parallel: int = 1,
 ) -> Evaluation:
@@ -135,9 +130,8 @@ def evaluate(
             where fewer tokens are scored.
         batch_tokens: Tokens read in one forward pass (at least one window).
         limit_tokens: Score at most this many predictions, from the start of the text.
-        device: Where to compute; None leaves the model where it is.
-        precision: "fp32", "bf16", or on a GPU "fp16", of matrix products; the weights are then
-            float32. None computes in the type of the weights.
+        device: Where to compute; None leaves the model where it is. (Its dtype is that of the
+            weights: `load(folder, dtype="bfloat16")` gives them another.)
         progress: Called with (predictions scored, predictions to score) after each batch.
         context_parallel: Processes that share each window (`linbias.torch.context_parallel`);
             their number must be a multiple. The model's attention is linbias'.
@@ -172,7 +166,7 @@ def evaluate(
     num_tokens = min(len(ids) - 1, limit_tokens or len(ids))
     loss_sum, count = np.zeros(length), np.zeros(length, np.int64)
     num_done, start_time = 0, time.perf_counter()
-    with computing(model, device, precision, min(length, num_tokens)) as memory:
+    with computing(model, device, min(length, num_tokens)) as memory:
         every_window = windows(num_tokens, length, stride)
         for losses, scored in losses_of(model, ids, every_window, batch_tokens, sharing):
             loss_sum[scored.start : scored.stop] += losses.double().sum(0).cpu().numpy()
@@ -236,7 +230,7 @@ def check_call(
 
 @contextmanager
 def computing(
-    model: PreTrainedModel, device: torch.device | str | None, precision: str | None, longest: int
+    model: PreTrainedModel, device: torch.device | str | None, longest: int
 ) -> Iterator[PeakMemory]:
     """Within the block, a model computes for an evaluation, and its memory is measured."""
     if device is not None:
@@ -246,36 +240,12 @@ def computing(
     try:
         with (
             PeakMemory(model.device) as memory,
-            _computing_in(model, precision),
             able_to_read(model, longest),
             torch.inference_mode(),
         ):
             yield memory
     finally:
         model.train(was_training)
-
-
-@contextmanager
-def _computing_in(model: PreTrainedModel, precision: str | None) -> Iterator[None]:
-    """Computes matrix products in a precision, on float32 weights; None changes nothing."""
-    if precision is None:
-        yield
-        return
-    if precision not in _DTYPES:
-        raise ValueError(f"evaluate: precision must be one of {PRECISIONS}, got {precision!r}")
-    kind = model.device.type
-    if precision == "fp16" and kind == "cpu":
-        raise ValueError("evaluate: precision 'fp16' must have a GPU, got a CPU")
-    weights = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    before = [weight.data for weight in weights]
-    try:
-        for weight in weights:
-            weight.data = weight.data.float()
-        with torch.autocast(kind, _DTYPES[precision], enabled=precision != "fp32"):
-            yield
-    finally:
-        for weight, data in zip(weights, before, strict=True):
-            weight.data = data
 
 
 def _head_is_separate(model: PreTrainedModel, ids: NDArray[Any]) -> bool:

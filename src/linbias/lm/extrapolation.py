@@ -25,7 +25,7 @@ from linbias.lm.evaluation import evaluate
 from linbias.lm.report.page import write_report
 from linbias.lm.report.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import ExtrapolateSettings
-from linbias.lm.training import train
+from linbias.lm.training import WENT, train
 from linbias.methods import METHODS
 from linbias.models.decoder.config import LinbiasConfig
 from linbias.models.limits import position_limit
@@ -81,7 +81,7 @@ def extrapolate(
         "corpus": {"fingerprint": corpus.fingerprint, "splits": corpus.splits},
     }
     with hold_run_folder(folder, "extrapolate"):
-        went = [f"training.{name}" for name in ("validate_lengths", "prompt")]  # of older folders
+        went = [f"training.{name}" for name in WENT]
         open_run_folder(folder / "settings.json", identity, "extrapolate", may_change=went)
         log = JsonLog(folder / "results.jsonl")
         console = Console(stderr=True, quiet=not progress)
@@ -104,7 +104,7 @@ def extrapolate(
                     log,
                     EvaluationRecord,
                     {**key, "test_length": length},
-                    partial(_test, settings, corpus, model, length, console),
+                    partial(_test, settings, corpus, model, length, progress),
                 )
                 for length in settings.test_lengths_of(train_length)
                 if length <= limit
@@ -135,10 +135,10 @@ def _check_test_split(settings: ExtrapolateSettings, corpus: Corpus) -> None:
 
 
 def _test(
-    settings: ExtrapolateSettings, corpus: Corpus, model: Any, length: int, console: Console
+    settings: ExtrapolateSettings, corpus: Corpus, model: Any, length: int, visible: bool
 ) -> Record:
     task = f"  testing on {length:,} tokens"
-    with progress_bar(task, visible=True, console=console) as advance:
+    with progress_bar(task, visible=visible) as advance:
         return evaluate(
             model,
             corpus.test,

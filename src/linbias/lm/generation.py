@@ -1,6 +1,5 @@
-"""Text that a language model writes after a prompt, or in its gaps."""
+"""Text that a language model writes after a prompt."""
 
-import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -10,12 +9,10 @@ import torch
 from tokenizers.decoders import DecodeStream
 from transformers import TextStreamer
 
-from linbias.data.segments import SpanTokens
-from linbias.data.tokenizers import Tokenizer
 from linbias.lm.checkpoints import open_model
 from linbias.lm.streaming import stream as stream_tokens
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
-from linbias.models.loading import Files, encode, load_tokenizer
+from linbias.models.loading import load_tokenizer
 from linbias.models.window_cache.cache import WindowCache
 
 LONG = 200  # a prompt with more characters is not printed again
@@ -33,9 +30,6 @@ def generate(
 ) -> str:
     """Continues a prompt with a model from a folder or the Hugging Face Hub.
 
-    A sequence-to-sequence model of linbias writes the spans that <extra_id_0>, <extra_id_1> and so
-    on stand for.
-
     Args:
         path: As for `linbias.models.load`; or the folder of a run that has not finished, whose
             newest undamaged checkpoint is read.
@@ -44,31 +38,21 @@ def generate(
         temperature: Divides the logits before sampling; 0 always takes the likeliest token.
         top_k: Sample among the k likeliest tokens; 0: among all.
         seed: Sets PyTorch's generator; the same seed writes the same text.
-        stream: Print the text as it is written, after a prompt of at most 200 characters; with
-            gaps filled in, at the end.
+        stream: Print the text as it is written, after a prompt of at most 200 characters.
 
     Returns:
-        The prompt and its continuation; or the prompt with its gaps filled in, as far as the model
-        wrote something for them.
+        The prompt and its continuation.
 
     Raises:
-        ValueError: An argument breaks a rule above, there is no such model, or the prompt of a
-            sequence-to-sequence model has no gap.
+        ValueError: An argument breaks a rule above, or there is no such causal model.
     """
     if max_new_tokens < 1:
         raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
-    files, model, tokenizer, inputs = _opened(path, prompt, temperature, top_k)
+    model, tokenizer, inputs = _opened(path, prompt, temperature, top_k)
     torch.manual_seed(seed)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature:
         options |= {"temperature": temperature, "top_k": top_k}
-    if isinstance(model, LinbiasForConditionalGeneration):
-        tokens = SpanTokens.of(Tokenizer.load(files.name))
-        written = _with_spans(model, inputs["input_ids"][0].tolist(), tokens, options)
-        text = str(tokenizer.decode(written))
-        if stream:
-            print(text)
-        return text
     ids = model.generate(
         **inputs,
         streamer=TextStreamer(tokenizer, skip_prompt=len(prompt) > LONG) if stream else None,
@@ -89,11 +73,7 @@ def generate_endlessly(
     """What `generate` writes after a prompt, without an end; and the cache, all that is kept."""
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
-    _, model, tokenizer, inputs = _opened(path, prompt, temperature, top_k)
-    if isinstance(model, LinbiasForConditionalGeneration):
-        raise ValueError(
-            f"generate: path must hold a causal model for a text without an end, got {path}"
-        )
+    model, tokenizer, inputs = _opened(path, prompt, temperature, top_k)
     ids, cache = inputs["input_ids"][0].tolist(), WindowCache.for_model(model)
     torch.manual_seed(seed)
     tokens = stream_tokens(model, ids, temperature=temperature, top_k=top_k, cache=cache)
@@ -111,10 +91,8 @@ def _decoded(tokenizer: Any, before: list[int], tokens: Iterator[int]) -> Iterat
     yield tokenizer.decode(waiting, skip_special_tokens=True)
 
 
-def _opened(
-    path: str | Path, prompt: str, temperature: float, top_k: int
-) -> tuple[Files, Any, Any, Any]:
-    """Files, model, tokenizer and tokens of a prompt, once all are known to be good."""
+def _opened(path: str | Path, prompt: str, temperature: float, top_k: int) -> tuple[Any, Any, Any]:
+    """Model, tokenizer and tokens of a prompt, once all are known to be good."""
     if not prompt:
         raise ValueError("generate: prompt must not be empty")
     try:
@@ -130,49 +108,16 @@ def _opened(
         )
     files, model = open_model("generate", path, "path")
     tokenizer = load_tokenizer(files)
-    if not model.can_generate():
-        raise ValueError(
-            f"generate: path must hold a causal model, got {path}, which tells masked tokens from "
-            "both sides"
-        )
+    if not model.can_generate() or isinstance(model, LinbiasForConditionalGeneration):
+        why = "reads one text to write another (its own generate does)"
+        if not model.can_generate():
+            why = "tells masked tokens from both sides"
+        raise ValueError(f"generate: path must hold a causal model, got {path}, which {why}")
     try:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    except Exception as error:  # the library raises its own kind for a character that has no token
-        encode(files, prompt.encode())  # names the character
+    except Exception as error:  # the library raises its own kind for a word that has no token
         raise ValueError(
             "generate: prompt must be text that the model's tokenizer reads, got "
             f"{prompt!r} ({error})"
         ) from error
-    return files, model, tokenizer, inputs.to(model.device)
-
-
-def _with_spans(
-    model: LinbiasForConditionalGeneration,
-    prompt: list[int],
-    tokens: SpanTokens,
-    options: dict[str, Any],
-) -> list[int]:
-    """A prompt in which each sentinel is replaced by what the model wrote for it."""
-    if not set(prompt) & set(tokens.sentinels):
-        raise ValueError(
-            "generate: prompt must hold <extra_id_0> where the model is to write, got none"
-        )
-    read = torch.tensor([[tokens.begin, *prompt]], device=model.device)
-    said = model.generate(read, attention_mask=torch.ones_like(read), **options)[0].tolist()
-    spans: dict[int, list[int]] = {}
-    span: list[int] = []
-    for token in said[1:]:  # after the one that the decoder starts with
-        if token == tokens.end:
-            break
-        if token in tokens.sentinels:
-            span = []
-            spans.setdefault(token, span)
-        else:
-            span.append(token)
-    if not any(spans.get(token) for token in prompt):
-        warnings.warn(
-            "generate: the model wrote nothing for any gap of the prompt: another seed or "
-            "temperature may help, or longer training",
-            stacklevel=3,
-        )
-    return [new for token in prompt for new in spans.get(token, [token])]
+    return model, tokenizer, inputs.to(model.device)

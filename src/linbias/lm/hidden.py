@@ -1,37 +1,24 @@
 """How well a model tells tokens that are hidden from it when it reads `length` at a time.
 
-Which ones are masked, or in spans to be written, is decided once for the whole text: all lengths
-score the same. Without a stride, those at the end of a block are told from one side.
+Which ones are masked is decided once for the whole text: all lengths score the same. Without a
+stride, those at the end of a block are told from one side.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from linbias._run.files import Record
 from linbias._run.processes import max_over_all, num_processes, rank, sum_over_all
-from linbias.data.segments import (
-    LONGEST_SPAN,
-    MASK_SHARE,
-    MaskTokens,
-    Spans,
-    SpanTokens,
-    draw_spans,
-    masked_rows,
-    span_batch,
-    span_row,
-)
+from linbias.data.segments import MASK_SHARE, MaskTokens, masked_rows
 from linbias.lm.evaluation import MAX_LOGITS, check_call, computing
 from linbias.lm.windows import Likelihood, check_tokens
 
@@ -48,21 +35,13 @@ class HiddenEvaluation(Likelihood):
     accuracy: float  # share of the hidden tokens that the model held for the likeliest
     tokens_per_second: float
     peak_memory_bytes: int
-    num_spans: int | None = None  # None where tokens were masked
 
     @property
     def bits_per_hidden_token(self) -> float:
         return self.nll / math.log(2.0)
 
     def describe(self) -> str:
-        hid = "masked" if self.num_spans is None else f"took out {self.num_spans:,} spans"
-        return f"{hid} and scored {self.num_scored:,} of {self.num_tokens:,} tokens"
-
-    def to_dict(self) -> Record:
-        values = super().to_dict()
-        if self.num_spans is None:
-            del values["num_spans"]
-        return values
+        return f"masked and scored {self.num_scored:,} of {self.num_tokens:,} tokens"
 
 
 class Block(NamedTuple):
@@ -91,70 +70,45 @@ def masked_positions(num_tokens: int) -> NDArray[np.bool_]:
     return np.random.default_rng(0).random(num_tokens) < MASK_SHARE
 
 
-def spans_of_text(num_tokens: int) -> Spans:
-    return draw_spans(num_tokens, seed=(0,))
-
-
-def span_blocks(num_tokens: int, width: int, stride: int, spans: Spans) -> Iterator[Block]:
-    """The blocks that score each span once: up to `width` tokens, `stride` of them scored."""
-    scored = 0
-    while scored < num_tokens:
-        end = spans.cut(min(scored + stride, num_tokens))
-        ahead = (width - (end - scored)) // 2
-        start = max(0, min(scored - ahead, num_tokens - width))
-        stop = min(start + width, num_tokens)
-        yield Block(spans.cut(start, after=True), spans.cut(stop), scored, end)
-        scored = end
-
-
 def evaluate_hidden(
     model: PreTrainedModel,
     ids: NDArray[Any],
     *,
     length: int,
-    tokens: MaskTokens | SpanTokens,
+    tokens: MaskTokens,
     stride: int | None = None,
     batch_tokens: int = 16384,
     limit_tokens: int | None = None,
     device: torch.device | str | None = None,
-    precision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> HiddenEvaluation:
-    """Scores a masked or sequence-to-sequence model on a text, as `evaluate` does a causal one."""
+    """Scores a masked model on a text, as `evaluate` does a causal one."""
     ids = np.asarray(ids)
-    masks = isinstance(tokens, MaskTokens)
-    least, words = (1, "") if masks else (LONGEST_SPAN, ", to hold the longest span")
     check_tokens("evaluate", ids, model.config.vocab_size, at_least=1)
-    if length <= least:
-        raise ValueError(f"evaluate: length must be at least {least + 1}{words}, got {length}")
-    if stride is not None and not least <= stride < length:
+    if length < 2:
+        raise ValueError(f"evaluate: length must be at least 2, got {length}")
+    if stride is not None and not 1 <= stride < length:
         raise ValueError(
-            f"evaluate: stride must lie in [{least}, length - 1 = {length - 1}], got {stride}"
+            f"evaluate: stride must lie in [1, length - 1 = {length - 1}], got {stride}"
         )
     check_call(model, length, batch_tokens, limit_tokens)
     ids = ids[:limit_tokens]
-    num_tokens, num_spans = len(ids), None
+    num_tokens = len(ids)
     width = min(length - 1, num_tokens)
     moved = width if stride is None else min(stride, width)
-    if isinstance(tokens, MaskTokens):
-        masked = masked_positions(num_tokens)
-        num_scored, what = int(masked.sum()), "mask a token"
-        every_block = masked_blocks(num_tokens, width, moved)
-        score = partial(_score_masked, model, ids, masked, tokens)
-    else:
-        spans = spans_of_text(num_tokens)
-        num_spans = len(spans.starts)
-        num_scored, what = int((spans.stops - spans.starts).sum()), "take a span out of it"
-        every_block = span_blocks(num_tokens, width, moved, spans)
-        score = partial(_score_spans, model, ids, spans, tokens)
+    masked = masked_positions(num_tokens)
+    num_scored = int(masked.sum())
     if not num_scored:
-        raise ValueError(f"evaluate: text must be long enough to {what}, got {num_tokens} tokens")
+        raise ValueError(
+            f"evaluate: text must be long enough to mask a token, got {num_tokens} tokens"
+        )
     rows = max(1, min(batch_tokens, MAX_LOGITS // model.config.vocab_size) // (width + 1))
     sums, num_done, start_time = np.zeros(2), 0, time.perf_counter()
-    with computing(model, device, precision, width + 1) as memory:
+    with computing(model, device, width + 1) as memory:
+        every_block = masked_blocks(num_tokens, width, moved)
         batches = iter(lambda: list(islice(every_block, rows)), [])
         for batch in islice(batches, rank(), None, num_processes()):
-            sums += score(batch)
+            sums += _score(model, ids, masked, tokens, batch)
             num_done += batch[-1].end - batch[0].first
             if progress is not None:
                 progress(min(num_done * num_processes(), num_tokens), num_tokens)
@@ -168,11 +122,10 @@ def evaluate_hidden(
         accuracy=float(num_right) / num_scored,
         tokens_per_second=num_tokens / (time.perf_counter() - start_time),
         peak_memory_bytes=max_over_all(memory.peak_bytes, model.device),
-        num_spans=num_spans,
     )
 
 
-def _score_masked(
+def _score(
     model: PreTrainedModel,
     ids: NDArray[Any],
     masked: NDArray[np.bool_],
@@ -185,35 +138,6 @@ def _score_masked(
     scored = masked[places] & (places >= first) & (places < end)
     read = masked_rows(ids[places], masked[places], tokens)["input_ids"].to(model.device)
     logits = model(input_ids=read).logits[:, 1:][torch.from_numpy(scored).to(model.device)]
-    return _sums(logits, torch.from_numpy(ids[places][scored].astype(np.int64)).to(model.device))
-
-
-def _score_spans(
-    model: PreTrainedModel, ids: NDArray[Any], spans: Spans, tokens: SpanTokens, batch: list[Block]
-) -> NDArray[np.float64]:
-    """The summed nll of the tokens of spans that the blocks score, and how many were right."""
-    rows, scored = [], []
-    for block in batch:
-        inside, wanted = (
-            slice(*np.searchsorted(spans.starts, ends))
-            for ends in ((block.start, block.stop), (block.first, block.end))
-        )
-        if wanted.start == wanted.stop:
-            continue
-        taken = Spans(*(places[inside] - block.start for places in spans))
-        text = ids[block.start : block.stop]
-        rows.append(span_row(text, taken, int(inside.start), tokens))
-        scored.append((rows[-1].numbers >= wanted.start) & (rows[-1].numbers < wanted.stop))
-    if not rows:
-        return np.zeros(2)
-    read = {name: value.to(model.device) for name, value in span_batch(rows, tokens).items()}
-    labels = read.pop("labels")
-    chosen = torch.zeros_like(labels, dtype=torch.bool)
-    for line, places in zip(chosen, scored, strict=True):
-        line[: len(places)] = torch.from_numpy(places)
-    return _sums(model(**read, use_cache=False).logits[chosen], labels[chosen])
-
-
-def _sums(logits: Tensor, targets: Tensor) -> NDArray[np.float64]:
+    targets = torch.from_numpy(ids[places][scored].astype(np.int64)).to(model.device)
     losses = F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
     return np.array([float(losses), float((logits.argmax(-1) == targets).sum())])

@@ -10,17 +10,15 @@ from linbias._run.files import fingerprint
 from linbias.data.corpus import Corpus
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.settings import TrainSettings
-from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
+from linbias.models.decoder.config import LinbiasConfig
 from linbias.models.decoder.linbias import LinbiasForCausalLM, LinbiasForMaskedLM
-from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
 from linbias.models.families import find_family
 from linbias.models.loading import Files, load
 
-LanguageModel = LinbiasForCausalLM | LinbiasForMaskedLM | LinbiasForConditionalGeneration
+LanguageModel = LinbiasForCausalLM | LinbiasForMaskedLM
 _KINDS: dict[str, type[LanguageModel]] = {
     "causal": LinbiasForCausalLM,
     "masked": LinbiasForMaskedLM,
-    "seq2seq": LinbiasForConditionalGeneration,
 }
 # These fields may differ from those of the model to go on from: its weights do not depend on them.
 _MAY_DIFFER = set(
@@ -31,17 +29,16 @@ _MAY_DIFFER = set(
 
 def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
     """The configuration of the model to train; a `ValueError` names a field that cannot be."""
-    family = LinbiasSeq2SeqConfig if settings.task == "seq2seq" else LinbiasConfig
     if settings.init is None:
         defaults = {"encoder_position": "symmetric"} if settings.task == "masked" else {}
-        return family(
+        return LinbiasConfig(
             **{**defaults, **settings.model},
             vocab_size=corpus.tokenizer.vocab_size,
             train_length=settings.length,
             **corpus.tokenizer.special_ids,
         )
     before = config_of(settings.init)
-    if _task_of(before) != settings.task:
+    if settings.task != ("causal" if before.encoder_position is None else "masked"):
         raise ValueError(
             f"TrainSettings: task must be that of the model of init, got {settings.task!r} "
             f"(its position method is {before.method!r})"
@@ -49,7 +46,7 @@ def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
     for name, value in settings.model.items():
         if name not in _MAY_DIFFER and value != getattr(before, name):
             raise ValueError(
-                f"{family.__name__}: {name} must be {getattr(before, name)!r}, as in the model "
+                f"LinbiasConfig: {name} must be {getattr(before, name)!r}, as in the model "
                 f"of init, got {value!r}"
             )
     if corpus.tokenizer.backend.to_str() != Tokenizer.load(settings.init).backend.to_str():
@@ -66,13 +63,7 @@ def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
             )
         length = before.train_length
     changes = {**settings.model, "train_length": length}
-    return family.from_dict({**before.to_dict(), **changes})
-
-
-def _task_of(config: LinbiasConfig) -> str:
-    if isinstance(config, LinbiasSeq2SeqConfig):
-        return "seq2seq"
-    return "causal" if config.encoder_position is None else "masked"
+    return LinbiasConfig.from_dict({**before.to_dict(), **changes})
 
 
 def initial_model(settings: TrainSettings, config: LinbiasConfig) -> LanguageModel:
@@ -95,7 +86,7 @@ def config_of(folder: str) -> LinbiasConfig:
         raise ValueError(
             f"TrainSettings: init must be a folder that `linbias train` made, got {folder!r}"
         ) from error
-    if not isinstance(config, LinbiasConfig):
+    if type(config) is not LinbiasConfig:
         raise ValueError(
             f"TrainSettings: init must be a model of `linbias train`, got {folder!r}, "
             f"whose model_type is {files.model_type!r}"

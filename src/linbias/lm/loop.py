@@ -7,7 +7,7 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -146,7 +146,7 @@ class StopAfterStep(TrainerCallback):
     def _ask(self, number: int, _: object) -> None:
         self.__exit__()
         self.asked = number
-        self.bar.console.print("Stopping after this step, with a checkpoint; once more: at once.")
+        self.bar.say("Stopping after this step, with a checkpoint; once more: at once.")
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         if self.asked is not None:
@@ -270,7 +270,7 @@ class Run(ABC):
         trainer.remove_callback(PrinterCallback)
         newest = self.checkpoints.latest()
         try:
-            with PeakMemory(trainer.args.device) as memory, bar:
+            with PeakMemory(trainer.args.device) as memory, closing(bar):
                 with stop if trainer.args.world_size == 1 else nullcontext():
                     trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
                 if stop.asked is not None:

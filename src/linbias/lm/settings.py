@@ -9,7 +9,7 @@ from typing import Any
 
 from linbias.methods import DECODER, methods_of
 
-TASKS = ("causal", "masked", "seq2seq")
+TASKS = ("causal", "masked")
 PRECISIONS = ("fp32", "bf16", "fp16")  # of matrix products in training
 DEVICES = ("auto", "cpu")  # "auto" takes an accelerator where there is one
 _TEST_MULTIPLES = (1, 2, 4, 8, 16)  # default test lengths, in training lengths
@@ -40,11 +40,10 @@ class TrainSettings(Checked):
         model: Fields of `LinbiasConfig` that differ from its defaults; the vocabulary and
             `train_length` follow from the corpus and `length`.
         length: Tokens that a training sequence predicts, each from at most so many before it. With
-            task "masked", tokens of a sequence; with "seq2seq", before spans are taken out of it.
-        task: "causal", to predict the next token; "masked", to tell masked tokens from those on
-            both sides, with `encoder_position` ("symmetric") in the place of `position`; or
-            "seq2seq", to write the spans that were taken out of a text: `model` then holds fields
-            of `LinbiasSeq2SeqConfig`.
+            task "masked", tokens of a sequence.
+        task: "causal", to predict the next token; or "masked", to tell masked tokens from those on
+            both sides, with `encoder_position` ("symmetric") in the place of `position`. (For
+            `LinbiasForConditionalGeneration` there is Transformers' `Seq2SeqTrainer`.)
         batch_size: Sequences per step, over all processes and accumulated parts together.
         accumulation: Parts that a process computes one after another to save memory.
         steps: Updates of the weights.
@@ -68,7 +67,6 @@ class TrainSettings(Checked):
         validate_steps: Steps between validations, on at most 32,768 tokens from the start of the
             validation split; below 1 a share of an epoch (0.1: ten times in each pass); 0 for
             none.
-        tensorboard: Also write the loss curve to `<output>/tensorboard`.
         fsdp: Transformers' `fsdp_config`, for runs under torchrun; {} takes its defaults.
         context_parallel: Processes that share each sequence (`linbias.torch.context_parallel`),
             under torchrun; the number of processes must be a multiple. For task "causal" and
@@ -104,7 +102,6 @@ class TrainSettings(Checked):
     device: str = "auto"
     init: str | None = None
     validate_steps: float = 0
-    tensorboard: bool = False
     fsdp: dict[str, Any] | None = None
     context_parallel: int = 1
 
@@ -124,7 +121,8 @@ class TrainSettings(Checked):
         each(f"from 1 to length = {length}", lambda n: 1 <= n <= length, "context_parallel")
         each(f"one of {PRECISIONS}", PRECISIONS.__contains__, "precision")
         each("'auto' or 'cpu'", DEVICES.__contains__, "device")
-        each(f"one of {TASKS}", TASKS.__contains__, "task")
+        seq2seq = " (Seq2SeqTrainer of Transformers trains that)" * (self.task == "seq2seq")
+        each(f"one of {TASKS}{seq2seq}", TASKS.__contains__, "task")
         position = self.model.get("position", "alibi")
         shardable = self.context_parallel == 1 or (self.task, position) == ("causal", "alibi")
         rule = "1 unless task is 'causal' and the position 'alibi'"
@@ -132,23 +130,22 @@ class TrainSettings(Checked):
         if self.task != "causal":
             rule = f"at least 2 for task={self.task!r}"
             self._require("length", self.length >= 2, rule, self.length)
-        other = {"causal": "encoder_position", "masked": "position"}.get(self.task)
+        other = {"causal": "encoder_position", "masked": "position"}[self.task]
         rule = f"without {other}, which task={self.task!r} does not use"
-        self._require("model", other not in self.model, rule, self.model.get(other or ""))
+        self._require("model", other not in self.model, rule, self.model.get(other))
         given_elsewhere = {"vocab_size", "train_length"}
         given = sorted(given_elsewhere & set(self.model))
         rule = "without vocab_size and train_length, which follow from corpus and length"
         self._require("model", not given, rule, ", ".join(given))
         if self.model:  # Transformers takes long to load: the other rules come first
-            from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
+            from linbias.models.decoder.config import LinbiasConfig
             from linbias.models.fields import own_fields
 
-            family = LinbiasSeq2SeqConfig if self.task == "seq2seq" else LinbiasConfig
-            known = sorted(own_fields(family) - given_elsewhere)
+            known = sorted(own_fields(LinbiasConfig) - given_elsewhere)
             for name in self.model:
                 if name not in known:
                     raise ValueError(
-                        f"TrainSettings: model must be made of {family.__name__}'s fields, got "
+                        f"TrainSettings: model must be made of LinbiasConfig's fields, got "
                         f"{name!r}{_nearest(name, known)}; there are {', '.join(known)}"
                     )
 
@@ -176,7 +173,7 @@ class ExtrapolateSettings(Checked):
             times each training length.
         seeds: One model of each kind per seed; figures show their mean and range.
         corpus: What `load_corpus` reads.
-        tokenizer: "bytes", "characters" or "bpe".
+        tokenizer: "bytes" or "bpe".
         vocab_size: Of "bpe".
         max_bytes: Read at most this many bytes of each split; None reads all.
         stride: None tests segments without overlap, else a sliding window (see `evaluate`).

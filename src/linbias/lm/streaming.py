@@ -28,14 +28,12 @@ from transformers import (
 )
 
 from linbias._run.progress import Advance
-from linbias.lm.checkpoints import open_model
 from linbias.lm.memory import PeakMemory
 from linbias.lm.text import read_text, stream_text
 from linbias.lm.windows import Likelihood
 from linbias.models.decoder.cache import CACHE
 from linbias.models.loading import Files
-from linbias.models.window_cache.cache import TOLERANCES, WindowCache
-from linbias.models.window_cache.reach import Reach, reach_of_weights
+from linbias.models.window_cache.cache import WindowCache
 
 CHUNK = 512
 _MOST_LOGITS = 1 << 25  # that a chunk may have at once
@@ -185,48 +183,6 @@ def read_corpus(
                 if size is not None:
                     advance(round(num_bytes), size)
                 yield round(num_bytes)
-
-
-@dataclass(frozen=True)
-class NeededReach:
-    """How many of the nearest keys each head of a model needs."""
-
-    weights: Reach  # what the weights say
-    needed: NDArray[np.float64]  # [layers, heads], whatever the text
-    kept: NDArray[np.float64] | None = None  # [layers, key/value heads], of a text that was read
-    num_tokens: int = 0  # of that text
-    uncertified: int = 0  # rows of heads that may miss too much of it
-
-
-def needed_reach(
-    path: str,
-    tolerance: float,
-    corpus: str | None,
-    *,
-    limit_tokens: int,
-    bar: Callable[[str], AbstractContextManager[Advance]],
-) -> NeededReach:
-    """The reach that a model's weights set, and that of a cache that follows a text, if any."""
-    files, model = open_model("reach", path)
-    weights = reach_of_weights(model)
-    needed = weights.of_heads(tolerance)
-    if corpus is None:
-        return NeededReach(weights=weights, needed=needed)
-    finest = TOLERANCES[model.dtype]
-    cache = WindowCache.for_model(model, max(tolerance, finest), weights=weights)
-    scorer, kept = StreamScorer(model, cache=cache), np.array(cache.windows)
-    for _ in read_corpus(
-        scorer, files, corpus, caller="reach", limit_tokens=limit_tokens, bar=bar
-    ):
-        kept = np.maximum(kept, cache.windows)
-    scorer.result()  # refuses a text that is too short
-    return NeededReach(
-        weights=weights,
-        needed=needed,
-        kept=kept,
-        num_tokens=scorer.num_read,
-        uncertified=cache.uncertified,
-    )
 
 
 def stream(

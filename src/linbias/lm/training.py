@@ -21,21 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PrinterCallback, TrainerCallback, TrainerState, set_seed
-from transformers.integrations import TensorBoardCallback
 from transformers.modeling_outputs import CausalLMOutput
 
 from linbias._run.files import Record, write_json
 from linbias._run.folders import open_run_folder
 from linbias._run.processes import from_main, num_processes, wait_for_all
 from linbias.data.corpus import Corpus
-from linbias.data.segments import (
-    InShards,
-    MaskedSegments,
-    MaskTokens,
-    Segments,
-    SpanSegments,
-    SpanTokens,
-)
+from linbias.data.segments import InShards, MaskedSegments, MaskTokens, Segments
 from linbias.data.tokenizers import TokenIds
 from linbias.lm.initial import initial_config, initial_model, weights_of
 from linbias.lm.loop import Run, RunTrainer, TrainingMetrics
@@ -46,9 +38,10 @@ from linbias.lm.watch import FollowSchedule, ProgressBar, StopWatch
 # take. The first ones are not timed.
 _WARM_STEPS, _TIMED_STEPS = 2, 8
 
-# What a run may continue with other values of, since its weights do not depend on them; of the
-# last two, that older folders name, with none.
-_CADENCE = ("save_steps", "validate_steps", "context_parallel", "validate_lengths", "prompt")
+# What older folders name, and runs have no more; and what a run may continue with other values of:
+# its weights do not depend on them.
+WENT = ("validate_lengths", "prompt", "tensorboard")
+_CADENCE = ("save_steps", "validate_steps", "context_parallel", *WENT)
 
 _VALIDATION_TOKENS = 2**15  # that a validation predicts
 
@@ -145,8 +138,6 @@ class LanguageModelRun(Run):
                     f"train: corpus must hold length + 1 = {settings.length + 1} tokens to "
                     f"{purpose}, got {len(ids)}"
                 )
-        if settings.task == "seq2seq":
-            self.corpus = replace(corpus, tokenizer=corpus.tokenizer.with_sentinels())
         self._steps_per_epoch()  # refuses a tokenizer without the tokens of the task
         self.config = initial_config(settings, self.corpus)
         self.tokens_per_step = settings.batch_size * settings.length
@@ -246,13 +237,7 @@ class LanguageModelRun(Run):
         return per_pass / self.settings.batch_size
 
     def watchers(self, bar: ProgressBar) -> list[TrainerCallback]:
-        settings = self.settings
-        watchers: list[TrainerCallback] = [FollowSchedule(bar)]
-        if settings.tensorboard:
-            board = TensorBoardCallback()
-            board.logging_dir = str(self.output / "tensorboard")
-            watchers.append(board)
-        return watchers
+        return [FollowSchedule(bar)]
 
     def trainer(self, callbacks: list[TrainerCallback]) -> LanguageModelTrainer:
         settings, corpus, shards = self.settings, self.corpus, self.settings.context_parallel
@@ -274,8 +259,7 @@ class LanguageModelRun(Run):
             eval_strategy="steps" if validate_steps else "no",
             eval_steps=int(validate_steps) or self.steps,
             per_device_eval_batch_size=validation_batch_size,
-            # Only where spans are written do devices have unequal numbers of tokens.
-            average_tokens_across_devices=settings.task == "seq2seq",
+            average_tokens_across_devices=False,  # all have equal numbers of them
         )
         set_seed(settings.seed)
         model = initial_model(settings, self.config)
@@ -314,19 +298,14 @@ class LanguageModelRun(Run):
         loss = cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
         if shards > 1:  # processes count alike, and their shards may differ by a token
             loss = loss * (labels.shape[1] * shards / settings.length)
-        if settings.task == "seq2seq" and num_items_in_batch is not None:  # parts are unequal
-            return loss * ((labels != -100).sum() / num_items_in_batch)
         # The parts of a batch are all of one size; a validation has none.
         return loss / settings.accumulation if torch.is_grad_enabled() else loss
 
     def _segments(self, ids: TokenIds, count: int, seed: int) -> Segments:
-        task, tokenizer = self.settings.task, self.corpus.tokenizer
         options: dict[str, Any] = {"num_segments": count, "seed": seed}
         options["length"] = self.settings.length
-        if task == "masked":
-            return MaskedSegments(ids, tokens=MaskTokens.of(tokenizer), **options)
-        if task == "seq2seq":
-            return SpanSegments(ids, tokens=SpanTokens.of(tokenizer), **options)
+        if self.settings.task == "masked":
+            return MaskedSegments(ids, tokens=MaskTokens.of(self.corpus.tokenizer), **options)
         return Segments(ids, **options)
 
     def _validation_segments(self) -> Segments:

@@ -2,18 +2,17 @@
 
 import math
 import statistics
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerState
 
 from linbias._run.files import JsonLog, Record
-from linbias._run.progress import Pace, duration
+from linbias._run.progress import new_bar
 
 
 class StopWatch(TrainerCallback):
@@ -99,63 +98,32 @@ class LossHistory(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """Shows progress on standard error while it is entered: a bar, or lines on no terminal."""
+    """Shows progress on standard error, until it is closed."""
 
     def __init__(self, tokens_per_step: int, visible: bool) -> None:
-        self.tokens_per_step = tokens_per_step
-        self.console = Console(stderr=True, highlight=False, quiet=not visible)
-        self._pace = Pace()
-        self._losses: dict[str, float] = {}
-        self._speed: float | None = None
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[shown]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not (visible and self.console.is_terminal),
-        )
+        look = {"unit": " tokens", "unit_scale": tokens_per_step}
+        self._bar = new_bar("training", visible=visible, **look)
+        self._losses: dict[str, str] = {}
 
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
+    def say(self, text: str) -> None:
+        if not self._bar.disable:
+            self._bar.write(text, file=sys.stderr)
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+    def close(self) -> None:
+        self._bar.close()
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        done = state.global_step
-        self._task = self._bar.add_task("", total=state.max_steps, completed=done, shown="")
-        self._first_step, self._start_time = done, time.perf_counter()
+        self._bar.initial = state.global_step
+        self._bar.reset(state.max_steps)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        steps = state.global_step - self._first_step
-        self._speed = steps * self.tokens_per_step / (time.perf_counter() - self._start_time)
-        self._bar.update(self._task, completed=state.global_step, shown=self._shown())
+        self._bar.update(state.global_step - self._bar.n)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Record, **_: Any) -> None:
         names = {"loss": "loss", "eval_loss": "validation"}
-        self._losses |= {names[key]: logs[key] for key in names.keys() & logs.keys()}
-        self._bar.update(self._task, shown=self._shown())
-        # A validation follows the log of its step, and then the line waits for it.
-        is_validated, is_last = "eval_loss" in logs, state.global_step == state.max_steps
-        is_whole = is_validated or ("loss" in logs and not control.should_evaluate)
-        if self._bar.disable and is_whole and (self._pace.is_due() or is_validated or is_last):
-            done, total = state.global_step, state.max_steps
-            line = f"training: step {done:,}/{total:,}  {self._shown()}"
-            if done < total:
-                seconds = time.perf_counter() - self._start_time
-                seconds *= (total - done) / max(1, done - self._first_step)
-                line += f"  {duration(seconds)} left"
-            self.console.print(line, soft_wrap=True)
-            self._losses.pop("validation", None)  # a line has that of its own step only
-
-    def _shown(self) -> str:
-        parts = [f"{name} {self._losses[name]:.3f} nats" for name in sorted(self._losses)]
-        if self._speed is not None:
-            parts.append(f"{self._speed:,.0f} tokens/s")
-        return "  ".join(parts)
+        found = {names[key]: f"{logs[key]:.3f} nats" for key in names.keys() & logs.keys()}
+        self._losses |= found
+        self._bar.set_postfix(self._losses, refresh=False)
 
 
 class FollowSchedule(TrainerCallback):
@@ -180,8 +148,7 @@ class FollowSchedule(TrainerCallback):
             group["lr"] = rate
         lr_scheduler._last_lr = rates
         if rates != before:
-            self.bar.console.print(
+            self.bar.say(
                 f"training: extended to {state.max_steps:,} steps after {state.global_step:,}, "
-                f"the learning rate goes from {before[0]:.3g} to {rates[0]:.3g} and then down",
-                soft_wrap=True,
+                f"the learning rate goes from {before[0]:.3g} to {rates[0]:.3g} and then down"
             )

@@ -1,14 +1,10 @@
-"""`linbias convert`: original folders of encoders into ones of Transformers, and back."""
+"""`linbias convert`: original folders of encoders into ones of Transformers."""
 
 import json
 import shutil
 from pathlib import Path
 
-from safetensors.torch import save_file
-from torch import Tensor
-
 from linbias._run.files import write_json, write_whole
-from linbias.models.encoders import original
 from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.families import find_family
 from linbias.models.files import Files, new_folder, refuse_model_in
@@ -25,8 +21,8 @@ _TOKENIZER_FILES = (
 )
 
 
-def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> None:
-    """Write an ALiBi encoder as a folder that Transformers loads alone, or as an original one.
+def convert(folder: str | Path, output: str | Path) -> None:
+    """Write an ALiBi encoder as a folder that Transformers loads alone.
 
     `load(output)` reads it; after `linbias.models.install()` the Auto classes do, and for jina-
     embeddings-v2 `sentence_transformers.SentenceTransformer(output)`, with the mean over all
@@ -35,13 +31,9 @@ def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> No
     Args:
         folder: A local folder as `load` reads it.
         output: The folder to make; refused where it holds config.json or safetensors already.
-        back: Write the names and the configuration that the original code reads. The folder must
-            be one that `convert` wrote, or a fine-tuned model that was loaded from an original
-            folder and saved.
 
     Raises:
-        ValueError: The folder holds no such model, or nothing is known of its original; output is
-            not to be written.
+        ValueError: The folder holds no such model; output is not to be written.
         OSError: A file could not be written (disk full); output holds no model then.
     """
     folder, output = Path(folder), Path(output)
@@ -54,18 +46,10 @@ def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> No
         raise ValueError(
             f"convert: {str(folder)!r} must hold an encoder, got model_type {files.model_type!r}"
         )
-    if back and config.original is None:
-        raise ValueError(
-            f"convert: {str(folder)!r} must come from an original folder to go back, "
-            "and its config.json names none"
-        )
     with new_folder(output, "convert") as partial:
-        if back:
-            _write_original(config, files.read_weights(), partial)
-        else:
-            load(files, task=_task(names), device="cpu").save_pretrained(partial)
-            if (config.original or {}).get("family", "").startswith("jina"):
-                _write_sentence_transformer(folder, partial)
+        load(files, task=_task(names), device="cpu").save_pretrained(partial)
+        if family is not None and family.name.startswith("jina"):
+            _write_sentence_transformer(folder, partial)
         _copy_tokenizer(folder, partial)
 
 
@@ -76,19 +60,6 @@ def _task(names: set[str]) -> str:
     if "classifier.weight" in names:
         return "sequence" if any("pooler." in name for name in names) else "token"
     return "base"
-
-
-def _write_original(config: LinbiasBertConfig, weights: dict[str, Tensor], folder: Path) -> None:
-    assert config.original is not None
-    known = {"family", "prefix", "config"}
-    if set(config.original) != known or config.original["family"] not in original.FAMILIES:
-        raise ValueError("convert: original of config.json must hold family, prefix and config")
-    prefix = config.original["prefix"]
-    if not any(name.startswith("encoder.") for name in weights):  # of a model without a head
-        weights = {f"encoder.{name}": tensor for name, tensor in weights.items()}
-    names = original.to_original(weights, config.original["family"], prefix)
-    save_file(names, folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "config.json", config.original["config"])
 
 
 def _write_sentence_transformer(folder: Path, target: Path) -> None:

@@ -135,16 +135,10 @@ def _pooler_of_task(task: str, names: set[str]) -> dict[str, Any]:
 def _original_encoder(name: str, family: str) -> Family:
     """A family of encoders whose own code lies beside the weights, and is not run."""
 
-    def read_config(settings: Settings, names: set[str]) -> LinbiasBertConfig:
-        config = original.read_config(settings, family)
-        prefix = "bert." if any(name.startswith("bert.") for name in names) else ""
-        config.original = {"family": family, "prefix": prefix, "config": dict(settings)}
-        return config
-
     return Family(
         name=name,
         recognises=lambda settings, names: original.recognise(settings, names) == family,
-        read_config=read_config,
+        read_config=lambda settings, _: original.read_config(settings, family),
         classes=_BERT,
         rename=lambda weights: original.to_ours(weights, family),
         fields_of_task=_pooler_of_task,

@@ -67,7 +67,7 @@ def load(
         device: None: the first CUDA device, or else the CPU.
         dtype: Of the weights, as such or by name; None: as they are stored.
         new_head: Start what a task adds to the model from fresh weights if the folder lacks it.
-        changes: For BLOOM, Falcon and MPT options of `fuse`, such as rounding; else, and beside
+        changes: For BLOOM, Falcon and MPT options of `fuse`, such as heads; else, and beside
             them, fields of the configuration, such as slope_scale, num_labels and hidden_dropout.
 
     Returns:
@@ -271,6 +271,7 @@ _INSTEAD = {
     "low_cpu_mem_usage": "leave it out: weights are read without a copy",
     "attn_implementation": "leave it out: models with ALiBi run on linbias.torch.attention",
     "quantization_config": "quantise the loaded model",
+    "rounding": "a model that is not fused rounds its bias as its checkpoint did",
     **dict.fromkeys(("revision", "cache_dir", "token", "local_files_only"), _DOWNLOAD),
 }
 

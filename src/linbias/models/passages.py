@@ -5,7 +5,7 @@ document is read whole, and its passages are means over the tokens of that one p
 has seen all of the document ("late chunking").
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress, pairwise
 from operator import index
 from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 Span = tuple[int, int]  # first and one past the last
-Spans = int | Callable[[str], Iterable[Span]] | Sequence[Iterable[Span]]
+Spans = int | Sequence[Iterable[Span]]
 
 
 class Embedded(NamedTuple):
@@ -59,9 +59,9 @@ def embed(
         model: A `SentenceTransformer` of an encoder of linbias, or the folder of one, as `convert`
             writes it.
         documents: Texts.
-        spans: A number: of so many tokens each, the last of a document perhaps of fewer; a
-            function from a text to its pairs, such as the `span_tokenize` of NLTK's sentence
-            tokenizers; the pairs themselves, for each document; or None.
+        spans: A number: of so many tokens each, the last of a document perhaps of fewer; pairs for
+            each document, such as `[list(span_tokenize(text)) for text in documents]` of NLTK's
+            sentence tokenizers; or None.
         max_length: Read at most so many tokens of each document; None: all. What is not read is
             not split either.
         normalize: Divide each vector by its Euclidean norm.
@@ -72,13 +72,12 @@ def embed(
 
     Returns:
         A record for each document, in order: its vector in float32, num_tokens, and with spans
-        these pairs, without those of a splitter that hold no token, and their vectors.
+        these pairs, and their vectors.
 
     Raises:
         ValueError: An argument breaks a rule above, the model is no encoder of linbias or has no
             fast tokenizer, a document has no tokens, or a vector is not finite. A span is empty,
-            not within what is read of its document, or one of those given that holds no token; or
-            a document has no span.
+            not within what is read of its document, or holds no token; or a document has none.
         TypeError: documents are no texts, or a span no pair of integers.
         ModuleNotFoundError: sentence-transformers is not installed.
 
@@ -164,7 +163,7 @@ def _embedded(
         starts, ends = offsets[places].T
         is_cut = len(tokens) == max_length
         read = (int(starts[0]), int(ends[-1])) if is_cut else (0, len(text))
-        pairs, first, end = _find(spans, number, text, read, starts, ends)
+        pairs, first, end = _find(spans, number, read, starts, ends)
         held = zip(places[first], places[end - 1] + 1, strict=True)
         vectors += [tokens[begin:end].mean(0) for begin, end in held]
     rows = torch.stack(vectors)
@@ -189,14 +188,14 @@ def _checked_spans(spans: Any, documents: Sequence[str]) -> Any:
             got = f"got those of {len(spans):,}"
             raise ValueError(f"embed: spans must be of all {len(documents):,} documents, {got}")
         return [_checked(pairs, i, (0, len(documents[i]))) for i, pairs in enumerate(spans)]
-    elif not callable(spans):
-        ways = "a number of tokens, a function of a text, or pairs for each document"
+    else:
+        ways = "a number of tokens, or pairs for each document"
         raise TypeError(f"embed: spans must be {ways}, got {spans!r}")
     return spans
 
 
 def _find(
-    spans: Any, number: int, text: str, read: Span, starts: NDArray[Any], ends: NDArray[Any]
+    spans: Any, number: int, read: Span, starts: NDArray[Any], ends: NDArray[Any]
 ) -> tuple[tuple[Span, ...], NDArray[np.int64], NDArray[np.int64]]:
     """The passages within the characters that are read; of each, the first and one past the last
     of the tokens that it holds, whose characters are from starts to ends.
@@ -204,18 +203,13 @@ def _find(
     is_given = isinstance(spans, list)
     if is_given:
         found = _checked(spans[number], number, read)
-    elif isinstance(spans, int):
-        # Where a character is several tokens, some of these hold none.
+    else:  # where a character is several tokens, some of these hold none
         found = list(pairwise([*starts[::spans].tolist(), read[1]]))
-    else:
-        part = text[read[0] : read[1]]
-        pairs = _checked(spans(part), number, (0, len(part)))
-        found = [(a + read[0], b + read[0]) for a, b in pairs]
     first = np.searchsorted(ends, [begin for begin, _ in found], side="right")
     end = np.searchsorted(starts, [end for _, end in found], side="left")
     holds = first < end
-    if not holds.any() or (is_given and not holds.all()):
-        got = found[int(np.argmin(holds))] if found else "none"
+    if is_given and not holds.all():
+        got = found[int(np.argmin(holds))]
         raise ValueError(f"embed: spans must hold a token, got {got} of document {number}")
     return tuple(compress(found, holds)), first[holds], end[holds]
 

@@ -1,6 +1,6 @@
 """The whole path of the paper in one call: prepare into data/, train into model/, evaluate.
 
-texts.json has the fingerprints of the texts; scores-*.npz are what a stopped evaluation continues.
+texts.json has the fingerprints of the texts. What a stopped run had scored is scored again.
 """
 
 import os
@@ -66,7 +66,6 @@ def run(
                     length=length,
                     context_window=context_window,
                     batch_tokens=batch_tokens,
-                    resume=output / f"scores-{split}-{length}-{context_window}.npz",
                     progress=advance,
                 )
             evaluations.append(evaluation)

@@ -1,18 +1,13 @@
-"""Scores a text as the original does, many windows at a time; a run that was stopped continues.
+"""Scores a text as the original does, many windows at a time.
 
 The original cuts a text into blocks of length - context_window ids, and reads, before each block,
 up to context_window inputs of those before it. The inputs are the ids after a first </s>.
 """
 
-import hashlib
-import io
-import json
 import math
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from linbias._run.files import Record, check_writable, write_whole
-from linbias._run.folders import list_differences
+from linbias._run.files import Record
 from linbias.lm.checkpoints import readable_model
 from linbias.lm.evaluation import computing, losses_of
 from linbias.lm.windows import Likelihood, Window, check_tokens
 from linbias.paper.blocks import block_order
 from linbias.paper.checkpoint import check_dictionary, load
-from linbias.paper.config import PaperConfig
 from linbias.paper.dictionary import check_words
 from linbias.paper.model import PaperForCausalLM
 from linbias.paper.store import read_data
-
-_SECONDS_BETWEEN_WRITES = 30.0
 
 
 @dataclass(frozen=True)
@@ -101,46 +92,27 @@ def score(
     length: int,
     context_window: int = 0,
     batch_tokens: int = 16384,
-    resume: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Scores every id of a text, from its own block and context_window inputs before it; `resume`
-    is a file, written every half minute, from which a stopped run continues.
-    """
+    """Scores every id of a text, from its own block and context_window inputs before it."""
     ids = np.asarray(ids)
     _check(model, ids, length, context_window, batch_tokens)
-    log_probs, num_read = np.empty(len(ids), np.float32), 0
-    if resume is not None:
-        path, settings = Path(resume), _settings(model, ids, length, context_window)
-        earlier = _read_scores(path, settings)
-        num_read = len(earlier)
-        log_probs[:num_read] = earlier
-    num_done = num_read
-    missing = windows(len(ids), length, context_window)
-    missing = dropwhile(lambda window: window.stop <= num_read, missing)
-    start_time = last_write = time.perf_counter()
-    try:
-        with computing(model, device=None, precision=None, longest=length) as memory:
-            stream = np.concatenate([[model.config.eos_token_id], ids])
-            for losses, _ in losses_of(model, stream, missing, batch_tokens):
-                scored = -losses.flatten().float().cpu().numpy()
-                log_probs[num_done : num_done + len(scored)] = scored
-                num_done += len(scored)
-                is_due = time.perf_counter() - last_write > _SECONDS_BETWEEN_WRITES
-                if resume is not None and is_due:
-                    _write_scores(path, settings, log_probs[:num_done])
-                    last_write = time.perf_counter()
-                if progress is not None:
-                    progress(num_done, len(ids))
-    finally:
-        if resume is not None and num_done > num_read:
-            _write_scores(path, settings, log_probs[:num_done])
-    seconds = time.perf_counter() - start_time
+    log_probs, num_done = np.empty(len(ids), np.float32), 0
+    start_time = time.perf_counter()
+    with computing(model, device=None, longest=length) as memory:
+        stream = np.concatenate([[model.config.eos_token_id], ids])
+        every = windows(len(ids), length, context_window)
+        for losses, _ in losses_of(model, stream, every, batch_tokens):
+            scored = -losses.flatten().float().cpu().numpy()
+            log_probs[num_done : num_done + len(scored)] = scored
+            num_done += len(scored)
+            if progress is not None:
+                progress(num_done, len(ids))
     return Scores(
         log_probs=log_probs,
         length=length,
         context_window=context_window,
-        tokens_per_second=(num_done - num_read) / seconds,
+        tokens_per_second=num_done / (time.perf_counter() - start_time),
         peak_memory_bytes=memory.peak_bytes,
     )
 
@@ -183,44 +155,3 @@ def _check(
         raise ValueError(
             f"score: context_window must lie in [0, length = {length}), got {context_window}"
         )
-
-
-def _settings(
-    model: PaperForCausalLM, ids: NDArray[Any], length: int, context_window: int
-) -> Record:
-    """What the scores depend on."""
-    weights = hashlib.sha256()
-    for name in PaperConfig.__annotations__:
-        weights.update(f"{name}={getattr(model.config, name)!r}".encode())
-    for tensor in model.state_dict().values():
-        weights.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
-    return {
-        "length": length,
-        "context_window": context_window,
-        "num_ids": len(ids),
-        "ids": hashlib.sha256(ids.astype(np.int64).tobytes()).hexdigest(),
-        "model": weights.hexdigest(),
-    }
-
-
-def _read_scores(path: Path, settings: Record) -> NDArray[np.float32]:
-    """The scores that an earlier session of the same run left, if any."""
-    check_writable(path.parent, "score")
-    if not path.exists():
-        return np.empty(0, np.float32)
-    try:
-        with path.open("rb") as file:
-            content = np.load(file, allow_pickle=False)
-            there, scores = json.loads(str(content["settings"])), content["log_probs"]
-    except (OSError, EOFError, ValueError, LookupError, zipfile.BadZipFile) as error:
-        raise ValueError(f"score: resume must be a file of scores, got {path}") from error
-    differences = list_differences(there, settings)
-    if differences:
-        raise ValueError(f"score: resume must be of this run, got {path} ({differences})")
-    return scores
-
-
-def _write_scores(path: Path, settings: Record, scores: NDArray[np.float32]) -> None:
-    buffer = io.BytesIO()
-    np.savez(buffer, settings=json.dumps(settings), log_probs=scores)
-    write_whole(path, buffer.getvalue())

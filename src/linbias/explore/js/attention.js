@@ -54,9 +54,6 @@ export function attend({ q, k, v, left, right, positions = k.map((_, s) => s) })
 // 0 - 0 is 0, and -0 would be printed as such.
 const biasAt = (slope, distance) => slope === Infinity ? -Infinity : 0 - slope * distance;
 
-export const mean = (matrices) =>
-  matrices[0].map((_, i) => matrices.reduce((sum, one) => sum + one[i], 0) / matrices.length);
-
 const SIZE = 2; // of a head
 
 // q, k and v of each head: the chapter's where it gives them, else made from the token itself.

@@ -115,15 +115,10 @@ export function parseWhole(text, min, max) {
   return number;
 }
 
-// Where the clipboard is refused, the text appears, selected, to be copied by hand.
 export function copyButton(what, text) {
   const label = `Copy ${what}`;
   const name = element("span", label);
   const status = element("span.unseen", { role: "status" });
-  const byHand = element("textarea.by-hand", {
-    hidden: true, readonly: true, rows: 2, "aria-label": "To copy by hand",
-    on: { blur: () => (byHand.hidden = true) },
-  });
   let timer = 0;
 
   function show(words, spoken = words) {
@@ -134,20 +129,15 @@ export function copyButton(what, text) {
   }
 
   async function copy() {
-    const copied = text();
     try {
-      await navigator.clipboard.writeText(copied);
+      await navigator.clipboard.writeText(text());
       show(`${what[0].toUpperCase()}${what.slice(1)} copied`);
     } catch {
-      byHand.value = copied;
-      byHand.hidden = false;
-      byHand.select();
-      byHand.focus();
-      show("Selected: copy it by hand");
+      show("The browser refuses its clipboard");
     }
   }
 
-  return element("div.copy", element("button", { on: { click: copy } }, name), status, byHand);
+  return element("div.copy", element("button", { on: { click: copy } }, name), status);
 }
 
 const LONGEST_TOKEN = 32;

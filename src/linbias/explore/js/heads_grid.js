@@ -1,30 +1,22 @@
 // All heads of a model, layers x heads: a picture of each one's weights above a number.
 
 import { paintWeights, rampsOf } from "./colours.js";
-import { choice } from "./controls.js";
 import { component, element, onDraw, roving, walked } from "./dom.js";
 import { headWords, rowOfBias, shrunk, slopeName } from "./model_words.js";
 import { wholePercent } from "./numbers.js";
 import { revealWithin } from "./token_text.js";
 
 const MOST_PIXELS = 48; // of a picture's side
-const MEASURES = [
-  { value: "departure", label: "departure", text: wholePercent, of: (one) => one.departure },
-  {
-    value: "mean", label: "mean distance", text: (tokens) => tokens.toFixed(1),
-    of: ({ reach }) => reach.mean,
-  },
-  { value: "within", label: "holds 90%", text: String, of: ({ reach }) => reach.within },
-];
 
 // The chosen one is state.layer, state.head.
 export function headsGrid({ reading, weights, state, onSelect }) {
   const { num_layers: numLayers, num_heads: numHeads, num_tokens: T, slopes } = reading;
   const side = Math.min(T, MOST_PIXELS);
-  const measures = MEASURES.filter(({ of }) => of(reading) !== null);
+  // Of a model without biases how far each head looks, in tokens.
+  const { departure, reach } = reading;
+  const [measure, numbers] = departure ? ["departure", departure] : ["mean distance", reach];
   const heads = Array.from({ length: numHeads }, (_, head) => head);
   const pictures = []; // { canvas, values }
-  let measure = measures[0];
 
   function picture(values) {
     const canvas = element("canvas", { "aria-hidden": true });
@@ -33,11 +25,12 @@ export function headsGrid({ reading, weights, state, onSelect }) {
   }
 
   function headButton(layer, head) {
-    const number = () => measure.text(measure.of(reading)[layer][head]);
+    const value = numbers[layer][head];
+    const number = departure ? wholePercent(value) : value.toFixed(1);
     const words = headWords(reading, layer, head);
     const attributes = {
       role: "radio", ...roving(() => layer === state.layer && head === state.head),
-      "aria-label": () => `${words}: ${measure.label} ${number()}`,
+      "aria-label": `${words}: ${measure} ${number}`,
       on: { click: () => select(layer, head), keydown: walk },
     };
     return element("button.head-cell", attributes,
@@ -45,16 +38,10 @@ export function headsGrid({ reading, weights, state, onSelect }) {
     );
   }
 
-  function aloneCell(head) {
-    const number = () => {
-      const ofBias = reading.alone[measure.value];
-      return ofBias && measure.text(ofBias[head]);
-    };
-    return element("span.head-cell.alone",
-      picture(shrunk(T, side, (query) => rowOfBias(reading, head, query))),
-      element("span", number),
+  const aloneCell = (head) =>
+    element("span.head-cell.alone",
+      picture(shrunk(T, side, (query) => rowOfBias(reading, head, query))), element("span"),
     );
-  }
 
   const name = (text, kind = "span.head-name") => element(kind, { "aria-hidden": true }, text);
   const made = component(() => {
@@ -68,17 +55,8 @@ export function headsGrid({ reading, weights, state, onSelect }) {
       rows.flat(),
       slopes && [element("span.head-name.row", "bias alone"), ...heads.map(aloneCell)],
     );
-    const control = choice({
-      label: "Below each picture", options: measures, value: () => measure.value,
-      onInput(value) {
-        measure = measures.find((one) => one.value === value);
-        made.draw();
-      },
-    });
     const radios = { role: "radiogroup", "aria-label": "Heads" };
-    return element("div.heads-of-model",
-      measures.length > 1 && control, element("div.scroll.head-box", radios, grid),
-    );
+    return element("div.heads-of-model", element("div.scroll.head-box", radios, grid));
   });
   const box = made.element.lastChild;
   const buttonAt = (layer, head) => box.querySelectorAll("button")[layer * numHeads + head];

@@ -1,6 +1,5 @@
-// The tables of the view "How": a query's row, and others in parts that fill while they are open.
+// The tables of the view "How": a query's row, and two in parts that fill while they are open.
 
-import { mean } from "./attention.js";
 import { component, element, keyed, note, onDraw } from "./dom.js";
 import { openSides } from "./how_state.js";
 import { general, printed } from "./numbers.js";
@@ -8,24 +7,9 @@ import { dataTable } from "./table.js";
 
 // view() gives { state, heads, slopes }; draw() draws what is open.
 export function howTables(example, view) {
-  // A row for each token: `of(view)` gives a caption, columns, and the texts of a row.
-  const tokenTable = (of, corner = "query") =>
-    dataTable(() => {
-      const { caption, columns, rowOf } = of(view());
-      const { tokens, row } = view().state;
-      const rows = tokens.map((head, t) => ({ head, cells: rowOf(t) }));
-      return { caption, columns, rows, chosen: row };
-    }, corner);
-  const code = () => element("pre.scroll", { tabindex: 0, "aria-label": "Python code" },
-    element("code", () => pythonOf(view())),
-  );
   const parts = Object.entries({
     Slopes: () => slopePart(example, view),
-    Outputs: () => tokenTable(outputs),
-    "Weights as a table": () => tokenTable(weightsOfHead),
-    "Mean of all heads": () => tokenTable(meanWeights),
-    Inputs: () => element("div.traces", ["q", "k", "v"].map((role) => tokenTable(inputs(role), "token"))),
-    "In Python": code,
+    "Weights as a table": () => dataTable(() => weightsOfHead(view()), "query"),
   }).map(([title, build]) => {
     const { element: body, draw } = component(build);
     const update = () => fold.open && draw();
@@ -75,35 +59,12 @@ function powerText(slope) {
   return Number.isInteger(2 * power) ? `2^${power}` : "";
 }
 
-const rowTexts = (values, t, width) =>
-  Array.from(values.slice(t * width, (t + 1) * width), (value) => printed(value));
-
-function outputs({ heads }) {
-  const caption = "All heads side by side, a row for each query";
-  const rowOf = (t) => heads.flatMap(({ with: { E, output } }) => rowTexts(output, t, E));
-  return { caption, columns: rowOf(0).map((_, i) => `dim\u2011${i}`), rowOf };
+function weightsOfHead({ state: { tokens, row, head }, heads }) {
+  const { weights, T } = heads[head].with;
+  const cellsOf = (t) => Array.from(weights.slice(t * T, (t + 1) * T), (x) => printed(x));
+  const rows = tokens.map((token, t) => ({ head: token, cells: cellsOf(t) }));
+  return { caption: `Weights of head ${head}`, columns: tokens, rows, chosen: row };
 }
-
-const weightsTable = (caption, { state: { tokens } }, weights) => ({
-  caption, columns: tokens, rowOf: (t) => rowTexts(weights, t, tokens.length),
-});
-
-function weightsOfHead(view) {
-  const { head } = view.state;
-  return weightsTable(`Weights of head ${head}`, view, view.heads[head].with.weights);
-}
-
-const MEAN_CAPTION =
-  "Only to look at: a layer does not average its heads, it puts their outputs side by side";
-
-const meanWeights = (view) =>
-  weightsTable(MEAN_CAPTION, view, mean(view.heads.map((head) => head.with.weights)));
-
-const inputs = (role) => ({ heads }) => ({
-  caption: role,
-  columns: heads.flatMap((head, h) => head[role][0].map((_, i) => `head ${h}, ${i}`)),
-  rowOf: (t) => heads.flatMap((head) => head[role][t].map(signedGeneral)),
-});
 
 export const signedGeneral = (x) => general(x).replace("-", "\u2212");
 

@@ -9,13 +9,12 @@ import { heatmap } from "./heatmap.js";
 import {
   headWords, lossWords, openingHead, openingWords, placeOf, rowOfBias, storyOfRow, unpackWeights,
 } from "./model_words.js";
-import { fixed, grouped, scientific } from "./numbers.js";
-import { oneOf, savedState, wholeUpTo } from "./saved.js";
+import { fixed, grouped } from "./numbers.js";
+import { savedState, wholeUpTo } from "./saved.js";
 import { endOfRows, lossColumn, namesOf, readableToken, tokenText } from "./token_text.js";
 
 const MOST_BESIDE = 12; // heads whose pictures fit beside the text
-const LEAST_SHOWN = 0.0005; // the weight from which on a key belongs to the linear chart
-const LEAST_LOG = 1e-5; // to the logarithmic one: what 16 bits can tell from 0
+const LEAST_SHOWN = 0.0005; // the weight from which on a key belongs to the chart
 
 export function mountModel(root, { model: data, methods }, memory) {
   const { models, tokens } = data;
@@ -26,7 +25,7 @@ export function mountModel(root, { model: data, methods }, memory) {
     const { layer, head } = openingHead(models[model]);
     return { layer, head };
   };
-  const { state, change, bind } = savedState(memory, {
+  const { state, change } = savedState(memory, {
     model: { is: wholeUpTo(models.length - 1), start: data.chosen },
     layer: {
       is: (layer, to) => wholeUpTo(reading(to).num_layers - 1)(layer),
@@ -41,12 +40,11 @@ export function mountModel(root, { model: data, methods }, memory) {
       is: wholeUpTo(tokens.length - 1),
       start: (to) => Math.max(0, tokens.length - (reading(to).bits ? 2 : 1)),
     },
-    log: { is: oneOf([0, 1]), start: false },
   }, () => draw());
   const guessing = models.filter(({ bits }) => bits !== null);
   const makePanel = () => {
     const make = reading().weights === null ? withoutWeights : attentionPanel;
-    return make({ data, reading: reading(), state, change, bind });
+    return make({ data, reading: reading(), state, change });
   };
 
   function lede() {
@@ -103,7 +101,7 @@ const withoutWeights = ({ reading }) =>
   note(prose`The weights of ${reading.name} do not fit into the page beside those of the others: linbias
     explore on its own folder shows them.`);
 
-function attentionPanel({ data, reading, state, change, bind }) {
+function attentionPanel({ data, reading, state, change }) {
   const { num_tokens: T } = reading;
   const weights = unpackWeights(reading);
   const names = namesOf(data.tokens);
@@ -133,7 +131,7 @@ function attentionPanel({ data, reading, state, change, bind }) {
 
   function chart() {
     const alone = reading.slopes && rowOfBias(reading, state.head, query());
-    return rowChart(row, query(), alone, names, state.log);
+    return rowChart(row, query(), alone, names);
   }
 
   const measured = reading.departure
@@ -153,10 +151,6 @@ function attentionPanel({ data, reading, state, change, bind }) {
         shareOf: (s) => (s < row.length ? Math.sqrt(row[s] / largest) : null), onSelect,
       }),
       element("p.story", () => storyOfRow(row, query(), names, reading.causal)),
-      choice({
-        label: "Scale", ...bind("log"),
-        options: [{ value: false, label: "linear" }, { value: true, label: "logarithmic" }],
-      }),
       lineChart(chart),
     ),
     section("All queries of this head", heatmap({ shownOf: map, onSelect }).element),
@@ -165,10 +159,10 @@ function attentionPanel({ data, reading, state, change, bind }) {
 
 const count = (number, thing) => `${grouped(number)} ${thing}${number === 1 ? "" : "s"}`;
 
-function rowChart(row, query, alone, names, log) {
-  const line = (values) => Array.from(values, (y, x) => ({ x, y: log && y < LEAST_LOG ? null : y }));
+function rowChart(row, query, alone, names) {
+  const line = (values) => Array.from(values, (y, x) => ({ x, y }));
   const largest = Array.from(row, (weight, x) => Math.max(weight, alone?.[x] ?? 0));
-  const isSeen = (weight) => weight >= (log ? LEAST_LOG : LEAST_SHOWN);
+  const isSeen = (weight) => weight >= LEAST_SHOWN;
   const bias = alone && { key: "alone", name: "bias alone", colour: "var(--ink)", points: line(alone) };
   return {
     label: `Weights of query ${names[query]}`,
@@ -177,7 +171,7 @@ function rowChart(row, query, alone, names, log) {
       low: largest.findIndex(isSeen) - 0.5, high: largest.findLastIndex(isSeen) + 0.5,
       at: (x) => `on ${names[x]}, ${placeOf(x, query)}`,
     },
-    y: { label: "weight", low: log ? LEAST_LOG : 0, log, format: (y) => (log ? scientific(y) : fixed(y)) },
+    y: { label: "weight", low: 0, format: fixed },
     lines: [
       { key: "weight", name: "weight", colour: "var(--accent)", bars: true, points: line(row) },
       bias,

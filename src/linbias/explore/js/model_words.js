@@ -84,7 +84,7 @@ export function headWords(reading, layer, head) {
 
 // The head that departs most from its bias; without biases the one that looks farthest.
 export function openingHead({ departure, reach }) {
-  const values = departure ?? reach.mean;
+  const values = departure ?? reach;
   const all = values.flatMap((row, layer) => row.map((value, head) => ({ layer, head, value })));
   return all.reduce((best, one) => (one.value > best.value ? one : best));
 }
@@ -93,12 +93,12 @@ export function openingHead({ departure, reach }) {
 export function openingWords(reading) {
   const { layer, head, value } = openingHead(reading);
   const name = headWords(reading, layer, head).replace(/, (slope .*)/, " ($1)");
-  const tokens = reading.reach.mean[layer][head].toFixed(1);
+  const tokens = reading.reach[layer][head].toFixed(1);
   const back = `${tokens} tokens ${reading.causal ? "back" : "away"} on average`;
   if (reading.departure === null) {
     return [name, ` looks farthest: ${back}. There is no bias to compare it with.`];
   }
-  const alone = reading.alone.mean[head].toFixed(1);
+  const alone = reading.alone[head].toFixed(1);
   const departures = reading.departure.flat();
   const mean = departures.reduce((a, b) => a + b, 0) / departures.length;
   const rest = prose` departs most from its bias: ${wholePercent(value)} of its weight lies elsewhere than the

@@ -1,6 +1,6 @@
 // Attention near to far for one query, linbias/near_to_far.py restated: it reads blocks of keys from the
 // nearest outwards and leaves a side as soon as a bound proves that all keys beyond hold at most `tolerance`
-// of its probability. The bound also says how exactly to compute a block.
+// of its probability.
 
 export const LEFT = 0;
 export const RIGHT = 1;
@@ -42,7 +42,8 @@ export function prepareQuery({ query, keys, position }) {
   const numKeys = keys.length / size;
   const center = query.map(() => 0);
   keys.forEach((value, i) => (center[i % size] += value / numKeys));
-  const [dots, radius, norms] = [1, 2, 3].map(() => new Float64Array(numKeys));
+  const [dots, radius] = [1, 2].map(() => new Float64Array(numKeys));
+  let kNorm = 0;
   for (let s = 0; s < numKeys; s += 1) {
     let [apart, squares] = [0, 0];
     for (let d = 0; d < size; d += 1) {
@@ -52,14 +53,14 @@ export function prepareQuery({ query, keys, position }) {
       apart += (k - center[d]) ** 2;
     }
     radius[s] = Math.sqrt(apart);
-    norms[s] = Math.sqrt(squares);
+    kNorm = Math.max(kNorm, Math.sqrt(squares));
   }
   const atCenter = query.reduce((total, value, d) => total + value * center[d], 0);
   const qNorm = Math.hypot(...query);
   const most = (norms) => running(Math.max, norms);
   const farthest = [most(radius), most(radius.toReversed()).toReversed()];
   const largest = farthest.map((norms) => norms.map((norm) => atCenter + qNorm * norm));
-  return { position, numKeys, dots, largest, qNorm, norms, kNorm: Math.max(...norms) };
+  return { position, numKeys, dots, largest, qNorm, kNorm };
 }
 
 // What the values up to each one come to, from positive numbers.
@@ -79,16 +80,12 @@ function* blocksOutwards(position, numKeys, size) {
   }
 }
 
-// In one term, and in two: what a score is off by at most, as a share of |q| |k|, and the largest score that
-// is computed so.
-const ERROR_IN_TERMS = { 1: 2 ** -7, 2: 2 ** -15 }, LARGEST_IN_TERMS = { 1: 2 ** 5, 2: 2 ** 12 };
-
 // One query near to far; an infinite slope hides its side. Gives the keys read, first .. end - 1; for each
-// block the bound on it and all beyond (log), how many bfloat16 terms of each number suffice (0: not read)
-// and the share that is there; the `shares` that blocks of 0, 1 and 2 terms may hold on a side; why each side
-// ended; the weights and their sums `before` (keys 0 .. s) and `after`; and what was never read.
+// block the bound on it and all beyond (log), whether it is the `stop` and not read, and the share that is
+// there; the `share` that a side may leave out; why each side ended; the weights and their sums `before`
+// (keys 0 .. s) and `after`; and what was never read.
 export function visit(prepared, { slopes, tolerance, block }) {
-  const { position, numKeys, dots, largest, qNorm, norms } = prepared;
+  const { position, numKeys, dots, largest } = prepared;
   const scores = dots.map((dot, s) => {
     const slope = slopes[s < position ? LEFT : RIGHT];
     return s === position ? dot : dot - slope * Math.abs(position - s);
@@ -102,9 +99,7 @@ export function visit(prepared, { slopes, tolerance, block }) {
   const after = running(sum, weights.toReversed()).toReversed();
   const open = slopes.map((slope) => slope !== Infinity);
   const numSides = open[LEFT] && open[RIGHT] ? 2 : 1;
-  const rounding = tolerance >= 2 ** -24 ? 2 ** -24 / numSides : 0;
   const share = tolerance / numSides;
-  const shares = [share, ...[1, 2].map((few) => (8 * rounding) / ERROR_IN_TERMS[few])];
   const ended = open.map((isOpen) => (isOpen ? "keys" : "hidden"));
   const steps = [];
   let known = parts[position]; // of the keys read
@@ -117,11 +112,8 @@ export function visit(prepared, { slopes, tolerance, block }) {
     const highest = largest[side][nearest] - slope * Math.abs(position - nearest);
     const bound = highest + logGeometric(slope, numLeft) - most - Math.log(known);
     const stop = slope > 0 && bound <= Math.log(share);
-    const score = qNorm * Math.max(...norms.subarray(from, to));
-    const suffice = (few) => score <= LARGEST_IN_TERMS[few] && bound <= Math.log(shares[few]);
-    const terms = stop ? 0 : [1, 2].find(suffice) ?? 3;
     const outside = (side === LEFT ? before : after)[nearest];
-    steps.push({ side, first: from, end: to, bound, terms, outside });
+    steps.push({ side, first: from, end: to, bound, stop, outside });
     if (stop) {
       open[side] = false;
       ended[side] = "bound";
@@ -131,7 +123,7 @@ export function visit(prepared, { slopes, tolerance, block }) {
     [first, end] = [Math.min(first, from), Math.max(end, to)];
   }
   const leftOut = (before[first - 1] ?? 0) + (after[end] ?? 0);
-  return { position, numKeys, first, end, steps, ended, shares, weights, before, after, leftOut };
+  return { position, numKeys, first, end, steps, ended, share, weights, before, after, leftOut };
 }
 
 // How many keys a query may see.

@@ -1,6 +1,6 @@
-// The page: tabs, a link to what is shown, the choice of light or dark, and a view for each tab.
+// The page: tabs, a link to what is shown, and a view for each tab.
 
-import { choice, copyButton } from "./controls.js";
+import { copyButton } from "./controls.js";
 import { component, element, roving, uniqueId } from "./dom.js";
 import { mountHow } from "./how_view.js";
 import { mountLengths } from "./lengths_view.js";
@@ -22,13 +22,12 @@ const VIEWS = [
 const THEMES = ["auto", "light", "dark"];
 
 // Builds the page in `root`; views are made when they are first looked at. `memory` keeps what is shown as a
-// text such as "view=how&head=1", and may have the link() that brings it back; `themes` keeps the reader's
-// choice of light or dark likewise.
+// text such as "view=how&head=1", and may have the link() that brings it back; `themes` says
+// whether the page around it is light or dark.
 export function startPage(root, data, memory, themes) {
   const views = VIEWS.filter(({ needs }) => data[needs]).map((view) => ({ ...view }));
   const home = views.find(({ id }) => id === data.start) ?? views[0];
   let current = home;
-  let theme = "auto";
 
   const page = component(() => {
     for (const view of views) {
@@ -46,19 +45,11 @@ export function startPage(root, data, memory, themes) {
       });
     }
     const bar = { role: "tablist", "aria-label": "Views" };
-    const themeChoice = choice({
-      label: "Theme", options: THEMES, value: () => theme,
-      onInput(to) {
-        setTheme(to);
-        themes.write(to);
-      },
-    });
-    themeChoice.classList.add("theme");
     return [
       element("header.top",
         element("h1", "linbias"),
         element("div.tabs", bar, views.map(({ tab }) => tab)),
-        element("div.tools", memory.link && copyButton("link", memory.link), themeChoice),
+        memory.link && element("div.tools", copyButton("link", memory.link)),
       ),
       element("main", views.map(({ panel }) => panel)),
     ];
@@ -114,15 +105,12 @@ export function startPage(root, data, memory, themes) {
     show(first);
   }
 
-  function setTheme(to) {
-    theme = to;
+  function follow(theme) {
+    if (!THEMES.includes(theme)) return;
     if (theme === "auto") delete root.dataset.theme;
     else root.dataset.theme = theme;
     document.dispatchEvent(new Event("linbias-theme"));
-    page.draw();
   }
-
-  const follow = (to) => THEMES.includes(to) && setTheme(to);
 
   root.append(...page.element);
   follow(themes.read());

@@ -1,13 +1,11 @@
 // Order that is not counted, in the plane: points, one of which looks at all others, and token 0, a global
 // one that stands nowhere. All are alike, so that distance alone decides.
 
-import { choice, copyButton } from "./controls.js";
 import { component, element, onDraw, prose, roving, svgElement, uniqueId } from "./dom.js";
 import { printed } from "./numbers.js";
 import { inkShares, slopeOfStory } from "./slope_story.js";
 
 export const NUM_POINTS = 72;
-export const METRICS = ["euclidean", "manhattan"];
 const GOLDEN_ANGLE = Math.PI * (3 - Math.sqrt(5));
 const EDGE = Math.sqrt(NUM_POINTS) + 0.8; // of the picture
 const RINGS = 4;
@@ -20,14 +18,13 @@ const POINTS = Array.from({ length: NUM_POINTS }, (_, i) => {
 });
 const DRAWN = [[DOT - EDGE, DOT - EDGE], ...POINTS]; // the global token has its place in a corner
 
-function distancesFrom(query, metric) {
+function distancesFrom(query) {
   if (query === 0) return DRAWN.map(() => 0);
   const [x, y] = POINTS[query - 1];
-  const length = metric === "manhattan" ? (a, b) => Math.abs(a) + Math.abs(b) : Math.hypot;
-  return [0, ...POINTS.map((point) => length(point[0] - x, point[1] - y))];
+  return [0, ...POINTS.map((point) => Math.hypot(point[0] - x, point[1] - y))];
 }
 
-// The plane of state.planeSlope, metric and query.
+// The plane of state.planeSlope and query.
 export function planeStory({ state, change, bind }) {
   let pointed = null; // the token under the pointer
   let query = 0; // that one, or else the chosen one
@@ -37,7 +34,7 @@ export function planeStory({ state, change, bind }) {
 
   function weigh() {
     query = pointed ?? state.query;
-    away = distancesFrom(query, state.metric);
+    away = distancesFrom(query);
     const parts = away.map((d) => Math.exp(-state.planeSlope * d));
     const sum = parts.reduce((a, b) => a + b, 0);
     weights = parts.map((part) => part / sum);
@@ -61,7 +58,7 @@ export function planeStory({ state, change, bind }) {
     const d = () => {
       const radius = ((i + 1) * Math.LN2) / state.planeSlope;
       const isDrawn = query > 0 && state.planeSlope > 0;
-      return isDrawn ? ringAround(...DRAWN[query], radius, state.metric) : "";
+      return isDrawn ? ringAround(...DRAWN[query], radius) : "";
     };
     return svgElement("path.ring", { d });
   }
@@ -102,9 +99,7 @@ export function planeStory({ state, change, bind }) {
   const story = component(() => {
     onDraw(weigh);
     return element("section.plane-story",
-      element("div.pair",
-        element("h3", "In a plane: places"), copyButton("code", () => planeInPython(state)),
-      ),
+      element("h3", "In a plane: places"),
       element("p.lede", prose`Patches of an image, or cells on a slide, have no order, but they have
         distances. Point at one to see what it looks at; click it, or walk with the arrow keys, to keep it.`),
       element("div.plane-parts",
@@ -116,7 +111,6 @@ export function planeStory({ state, change, bind }) {
             ends: ["0: all alike", "1: the nearest points"], ...bind("planeSlope"),
             words: () => `${printed(weights[query])} on itself`,
           }),
-          choice({ label: "Distance", options: METRICS, ...bind("metric") }),
           element("p.ink-says", says),
         ),
       ),
@@ -162,22 +156,6 @@ const nearest = (distances) =>
   distances.reduce((best, d, i) => (d < (distances[best] ?? Infinity) ? i : best), -1);
 
 // All places at one distance.
-function ringAround(x, y, r, metric) {
-  if (metric === "manhattan") return `M${x - r} ${y}L${x} ${y - r}L${x + r} ${y}L${x} ${y + r}Z`;
+function ringAround(x, y, r) {
   return `M${x - r} ${y}a${r} ${r} 0 1 1 ${2 * r} 0a${r} ${r} 0 1 1 ${-2 * r} 0`;
 }
-
-// The same numbers in Python.
-const planeInPython = ({ planeSlope, metric, query }) => `\
-import torch
-from linbias.torch import attention_points
-
-seed = torch.arange(${NUM_POINTS}, dtype=torch.float64)
-angle, radius = seed * ${GOLDEN_ANGLE}, (seed + 0.5).sqrt()
-points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
-# A global token comes first, and its place is not read.
-points = torch.cat([torch.zeros(1, 2), points])
-q = k = torch.zeros(1, 1, len(points), 1, dtype=torch.float64)  # all alike
-v = torch.eye(len(points), dtype=torch.float64)[None, None]  # so that the output is the weights
-weights = attention_points(q, k, v, points, [${planeSlope}], metric="${metric}", global_tokens=1)[0, 0]
-print(weights[${query}])`;

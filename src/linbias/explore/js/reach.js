@@ -65,41 +65,16 @@ export function headReader() {
     const sides = [slope, both ? slope : Infinity];
     const visited = visit(query, { slopes: sides, tolerance, block });
     const read = visited.end - visited.first;
-    const bands = bandsOf(visited);
-    const products = totalOf(bands, "products");
-    return { query, visited, read, bands, products, visible: numVisible(query, sides) };
+    return { query, visited, read, visible: numVisible(query, sides) };
   };
 }
 
 export const totalOf = (results, name) => results.reduce((total, one) => total + one[name], 0);
 
-const stopsOf = ({ steps }) => steps.filter((step) => step.terms === 0);
-
-// How a block is computed, by how many bfloat16 terms of each number suffice.
-const PRECISIONS = ["stop", "one term", "two terms", "in full"];
-export const PRODUCTS = [0, 1, 3, 6]; // of bfloat16 numbers, for each product
-
-// The keys that are read, in bands of those that are computed alike.
-function bandsOf({ position, steps }) {
-  const own = { first: position, end: position + 1, terms: 3, bound: 0 };
-  const blocks = [own, ...steps.filter((step) => step.terms > 0)];
-  const bands = [];
-  for (const { first, end, terms, bound } of blocks.sort((a, b) => a.first - b.first)) {
-    if (bands.at(-1)?.terms !== terms) bands.push({ first, terms, bound, products: 0 });
-    const band = bands.at(-1);
-    Object.assign(band, { end, bound: Math.max(bound, band.bound) });
-    band.products += (end - first) * PRODUCTS[terms];
-    const held = `may hold up to ${scientific(atMost(band), 2)} of the attention`;
-    const takes = `each product takes ${PRODUCTS[terms]} of its 6 bfloat16 products`;
-    band.words = `${keysOf(band)} and all keys beyond ${held}: ${takes}`;
-  }
-  return bands;
-}
-
-const keysOf = ({ first, end }) => `${grouped(first)} \u2013 ${grouped(end - 1)}`;
+const stopsOf = ({ steps }) => steps.filter((step) => step.stop);
 
 export function storyOf({ visited, query }, slope, tolerance) {
-  const { ended, leftOut, shares: [share] } = visited;
+  const { ended, leftOut, share } = visited;
   const stops = stopsOf(visited);
   if (stops.length === 0 && slope === 0) {
     return "Without a slope no key is too far to matter: it reads everything.";
@@ -126,8 +101,7 @@ export function storyOf({ visited, query }, slope, tolerance) {
 
 // The bound before each block and what is really there, by key, as far from the query as pays.
 export function certificateChart(visited, tolerance) {
-  const { position, numKeys, first, end, steps, shares, before, after, ended } = visited;
-  const [share, ...coarse] = shares;
+  const { position, numKeys, first, end, steps, share, before, after, ended } = visited;
   const beyond = (span) => Math.ceil(0.6 * span) + 8;
   const [isLeft, isRight] = ended.map((why) => why !== "hidden");
   const low = isLeft ? Math.max(0, first - beyond(position - first)) : position;
@@ -166,8 +140,6 @@ export function certificateChart(visited, tolerance) {
     ],
     marks: [
       ...(tolerance > 0 ? [{ y: share, text: "tolerance", middle }] : []),
-      ...coarse.map((y, i) => ({ y, text: PRECISIONS[i + 1], middle }))
-        .filter(({ y }) => y > 4 * share), // the words of others would stand on each other
       ...stops.map((x) => ({ x, text: "stops" })),
     ],
     start: stops[0],
@@ -176,15 +148,3 @@ export function certificateChart(visited, tolerance) {
 
 // A share is at most 1; near the query, where little has been read yet, the bound says less.
 const atMost = (step) => Math.min(1, Math.exp(step.bound));
-
-// For a table.
-export function stepsOf({ steps, shares }) {
-  const written = (value) => (value === undefined ? "\u2013" : scientific(value, 4));
-  const rows = steps.map((step) => {
-    const numbers = [atMost(step), shares[step.terms], step.outside];
-    return { head: keysOf(step), cells: [...numbers.map(written), PRECISIONS[step.terms]] };
-  });
-  const columns = ["at most", "limit", "really there", "computed"];
-  const chosen = steps.findIndex((step) => step.terms === 0);
-  return { caption: "Block by block, near to far", columns, rows, chosen };
-}

@@ -3,14 +3,13 @@
 import { lineChart } from "./chart.js";
 import { choice, parseNumber, slider, slopeSlider } from "./controls.js";
 import { component, debounce, element, mount, note, onDraw, prose, section } from "./dom.js";
-import { general, grouped, scientific, slopeFraction, wholePercent } from "./numbers.js";
+import { general, grouped, scientific, slopeFraction } from "./numbers.js";
 import {
   BLOCKS, certificateChart, headReader, HEADS, headSlopesOf, keptInBounds, LENGTHS, NO_TOLERANCE,
-  PRODUCTS, queryPosition, REACH_RULES, stepsOf, storyOf, toleranceOf, totalOf,
+  queryPosition, REACH_RULES, storyOf, toleranceOf, totalOf,
 } from "./reach.js";
 import { savedState } from "./saved.js";
 import { strips } from "./strips.js";
-import { dataTable } from "./table.js";
 
 export function mountReach(root, data, memory) {
   const readOf = headReader();
@@ -25,11 +24,6 @@ export function mountReach(root, data, memory) {
   let shown = null; // the result of the chosen head
 
   const work = component(() => lineChart(workChart));
-  const trace = component(() => dataTable(() => stepsOf(shown.visited), "keys"));
-  const drawTrace = () => steps.open && trace.draw();
-  const steps = element("details", { on: { toggle: drawTrace } },
-    element("summary", "Every step of this head"), trace.element,
-  );
 
   function readAll(length, position) {
     const { both, block } = state;
@@ -42,17 +36,14 @@ export function mountReach(root, data, memory) {
     const heads = state.heads === 1 ? "one head" : `${state.heads} heads`;
     const keys = `${grouped(read)} of ${grouped(visible)} keys in ${heads}`;
     const share = `${(100 * read / visible).toFixed(read < 0.1 * visible ? 1 : 0)}%`;
-    const products = wholePercent(totalOf(results, "products") / (PRODUCTS[3] * read));
-    const words = prose`of the work remains: this query reads ${keys}. Computed as exactly as they matter,
-      these take ${products} of the products of full precision.`;
-    return [element("strong", share), " ", element("span", words)];
+    return [element("strong", share), " ", element("span", `of the work remains: this query reads ${keys}.`)];
   }
 
   function stripsShown() {
     const rows = results.map((result, head) => ({
       name: `Head ${head}`, slope: slopeFraction(slopes[head]), visit: result.visited,
       count: `${grouped(result.read)} of ${grouped(result.visible)}`,
-      bands: result.bands, leftOut: scientific(result.visited.leftOut, 2),
+      leftOut: scientific(result.visited.leftOut, 2),
     }));
     return { rows, block: state.block, selected: state.head };
   }
@@ -79,7 +70,6 @@ export function mountReach(root, data, memory) {
       slopes = headSlopesOf(state);
       results = readAll(state.length, queryPosition(state));
       shown = results[state.head];
-      drawTrace();
     });
     const slope = () => slopes[state.head];
     return [
@@ -93,18 +83,11 @@ export function mountReach(root, data, memory) {
       note(prose`Each strip is the text as one head sees it, from the first key to the last. The stronger a
         key\u2019s colour, the more it weighs (on a logarithmic scale); the frame holds the blocks that are
         read, the triangle is the query. Random queries and keys of size 16.`),
-      element("p.note.terms-legend",
-        "In grey, how many of the three bfloat16 terms of each number a block needs:",
-        ["all", "two", "one"].map((word, i) =>
-          element("span", element("i.terms", { style: { "--terms": 3 - i } }), word),
-        ),
-      ),
       element("section",
         element("h3", () => `Head ${state.head}, slope ${slopeFraction(slope())}`),
         headSlopeControl(state, slope, change),
         element("p.story.long", () => storyOf(shown, slope(), toleranceOf(state))),
         lineChart(() => certificateChart(shown.visited, toleranceOf(state))),
-        steps,
       ),
       section("The longer the text, the smaller the share",
         note(prose`Keys that the last query of a text reads, in all heads, with the same tolerance and

@@ -5,7 +5,7 @@ import { attend, vectors } from "./attention.js";
 import { element, mount, onDraw, prose, uniqueId } from "./dom.js";
 import { general, printed } from "./numbers.js";
 
-export const STORY_HEAD = 1; // the head of `vectors` whose vectors the words get
+const STORY_HEAD = 1; // the head of `vectors` whose vectors the words get
 const STORY_SLOPES = Array.from({ length: 21 }, (_, step) => step / 20);
 export const STORY_WORDS = "The cat sat on the mat and the dog ran home".split(" ");
 export const STORY_SLOPE = 0.5;

@@ -12,17 +12,15 @@ const address = {
 };
 
 // Under the name that the documentation's own pages use, so that the page in their frame follows them.
-// Browsers may keep nothing for a file: then it holds until the page is left.
-const tryTo = (use) => {
-  try {
-    return use();
-  } catch {
-    return null;
-  }
-};
+// Browsers may keep nothing for a file.
 const themes = {
-  read: () => tryTo(() => localStorage.getItem("theme")),
-  write: (theme) => tryTo(() => localStorage.setItem("theme", theme)),
+  read() {
+    try {
+      return localStorage.getItem("theme");
+    } catch {
+      return null;
+    }
+  },
   watch: (callback) =>
     addEventListener("storage", ({ key, newValue }) => key === "theme" && callback(newValue)),
 };

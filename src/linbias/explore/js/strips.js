@@ -1,5 +1,5 @@
-// A strip of keys for each head: how much each weighs, how exactly it is computed, a frame around what is
-// read, and the query. Each is a button that chooses its head; arrow keys walk them.
+// A strip of keys for each head: how much each weighs, a frame around what is read, and the query. Each is a
+// button that chooses its head; arrow keys walk them.
 
 import { paintCells, rampsOf } from "./colours.js";
 import { component, element, onDraw, walked } from "./dom.js";
@@ -16,14 +16,12 @@ export function strips({ shownOf, onSelect }) {
   const list = made.element;
   const ramps = rampsOf(list, [["--paper", "--accent"]], () => shown && paint());
 
-  function stripRow({ name, slope, visit, count, leftOut, bands }, head) {
+  function stripRow({ name, slope, visit, count, leftOut }, head) {
     const { first, end, position, numKeys } = visit;
     const { block, selected } = shown;
     const isChosen = head === selected;
     const percent = (keys, all = numKeys) => `${(100 * keys) / Math.max(all, 1)}%`;
     const place = (from, to) => ({ "inset-inline-start": percent(from), width: percent(to - from) });
-    const bandOf = ({ first: from, end: to, terms, words: title }) =>
-      element("i.terms", { title, style: { ...place(from, to), "--terms": terms } });
     const side = (read) => {
       const style = { width: percent(read, end - first), "--block": percent(block, read) };
       return element("i", { style });
@@ -40,7 +38,6 @@ export function strips({ shownOf, onSelect }) {
       element("span.strip-slope", slope),
       element("span.strip",
         element("canvas", { width: Math.min(numKeys, MOST_COLUMNS), height: 1, "aria-hidden": true }),
-        element("span.strip-bands", bands.map(bandOf)),
         element(`span.strip-frame${isFine ? ".fine" : ""}`, { style: place(first, end) },
           side(position - first), side(end - position - 1),
         ),

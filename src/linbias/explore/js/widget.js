@@ -13,7 +13,6 @@ const notebookThemes = {
     const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
     return NOTEBOOK_THEMES[jpThemeLight ?? vscodeThemeKind] ?? "auto";
   },
-  write() {},
   watch(callback) {
     const attributeFilter = ["data-jp-theme-light", "data-vscode-theme-kind"];
     new MutationObserver(() => callback(this.read())).observe(document.body, { attributeFilter });

@@ -1,4 +1,4 @@
-"""The plots of loss by test length, of an extrapolation experiment."""
+"""The figure of loss by test length, of an extrapolation experiment."""
 
 import io
 import math
@@ -33,20 +33,7 @@ _WIDTH, _HEIGHT = 4.7, 4.2  # inches of a panel, where two stand side by side
 _ALONE_WIDTH = 8.0
 
 
-class Sizes(NamedTuple):
-    """How large everything in a panel is, in points unless said otherwise."""
-
-    name: float  # of letters: names beside lines
-    note: float
-    line: float
-    marker: float
-    name_inches: float  # height of a line of names
-    tick_inches: float  # width of a tick's label
-
-
-PAGE = Sizes(name=10, note=9, line=2.2, marker=5, name_inches=0.19, tick_inches=0.5)
-# Of a paper.
-COLUMN = Sizes(name=6, note=6, line=1.2, marker=2.5, name_inches=0.115, tick_inches=0.32)
+_NAME_INCHES, _TICK_INCHES = 0.19, 0.5  # height of a line of names; width of a tick's label
 
 
 class _LineEnd(NamedTuple):
@@ -63,14 +50,12 @@ def loss_by_length(evaluations: Sequence[EvaluationRecord]) -> Figure:
     train_lengths = findings.train_lengths(evaluations)
     figure, panels = _panels(len(train_lengths))
     for axes, train_length in zip(panels, train_lengths, strict=True):
-        draw_loss_by_length(axes, evaluations, train_length, PAGE)
+        _draw(axes, evaluations, train_length)
         axes.set_title(f"Trained on {train_length:,} tokens, tested on more", **_TITLE)
     return figure
 
 
-def draw_loss_by_length(
-    axes: Axes, evaluations: Sequence[EvaluationRecord], train_length: int, sizes: Sizes
-) -> None:
+def _draw(axes: Axes, evaluations: Sequence[EvaluationRecord], train_length: int) -> None:
     ends = []
     for method in findings.methods(evaluations):
         points = findings.curve(evaluations, method, train_length)
@@ -79,20 +64,18 @@ def draw_loss_by_length(
         x = [point.test_length / train_length for point in points]
         mean = [point.mean for point in points]
         label, colour = METHODS[method].label, METHODS[method].colour
-        look: dict[str, Any] = {"linewidth": sizes.line, "markersize": sizes.marker}
-        axes.plot(x, mean, "-o", color=colour, clip_on=False, **look)
+        axes.plot(x, mean, "-o", color=colour, clip_on=False, linewidth=2.2, markersize=5)
         low, high = [p.low for p in points], [p.high for p in points]
         axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
         ends.append(_LineEnd(x[-1], mean[-1], f"{label}  {mean[-1]:.2f}", colour))
     lengths = findings.test_lengths(evaluations, train_length)
     ticks = {n / train_length: f"{n / train_length:g}x\n{n:,}" for n in lengths}
     axes.set_xscale("log", base=2)
-    shown = _with_room(list(ticks), axes, sizes)
+    shown = _with_room(list(ticks), axes)
     axes.xaxis.set_major_locator(FixedLocator(shown))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticklabels([ticks[x] for x in shown])
-    width = sizes.line / 2.2
-    axes.axvline(1.0, color=_FRAME, linewidth=width, linestyle=(0, (4, 3)), zorder=0)
+    axes.axvline(1.0, color=_FRAME, linewidth=1.0, linestyle=(0, (4, 3)), zorder=0)
     axes.annotate(
         "training length",
         (1.0, 1.0),
@@ -100,14 +83,14 @@ def draw_loss_by_length(
         xytext=(4, -3),
         textcoords="offset points",
         color=_FRAME,
-        fontsize=sizes.note,
+        fontsize=9,
         verticalalignment="top",
     )
     _quiet(axes)
     for side in ("bottom", "left"):
         axes.spines[side].set_color(_FRAME)
     axes.margins(y=0.12)  # room for the words "training length"
-    _label_ends(axes, ends, sizes)
+    _label_ends(axes, ends)
     axes.set_xlabel("test length: multiple of\nthe training length, tokens", color=_TEXT)
     axes.set_ylabel("bits per byte (lower is better)", color=_TEXT)
 
@@ -167,9 +150,9 @@ def _quiet(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def _with_room(ticks: list[float], axes: Axes, sizes: Sizes) -> list[float]:
+def _with_room(ticks: list[float], axes: Axes) -> list[float]:
     """Ticks whose labels do not overlap, beginning with the largest."""
-    room = math.log2(max(ticks) / min(ticks)) * sizes.tick_inches / (0.5 * _panel_inches(axes)[0])
+    room = math.log2(max(ticks) / min(ticks)) * _TICK_INCHES / (0.5 * _panel_inches(axes)[0])
     shown: list[float] = []
     for tick in sorted(ticks, reverse=True):
         if not shown or math.log2(shown[-1] / tick) >= room:
@@ -180,30 +163,28 @@ def _with_room(ticks: list[float], axes: Axes, sizes: Sizes) -> list[float]:
 def _panel_inches(axes: Axes) -> tuple[float, float]:
     """Width and height of a panel with everything around it."""
     figure, grid = axes.get_figure(root=True), axes.get_gridspec()
-    assert figure is not None
+    assert figure is not None and grid is not None
     width, height = figure.get_size_inches()
-    if grid is None:  # axes that a user made outside of a grid
-        return width * axes.get_position().width, height * axes.get_position().height
     return width / grid.ncols, height / grid.nrows
 
 
-def _label_ends(axes: Axes, ends: list[_LineEnd], sizes: Sizes) -> None:
+def _label_ends(axes: Axes, ends: list[_LineEnd]) -> None:
     """Writes each name beside its line's end; of one that ends before the others, below it."""
     last = max((end.x for end in ends), default=0.0)
     low, high = axes.get_ylim()
-    line_height = sizes.name_inches / (0.68 * _panel_inches(axes)[1]) * (high - low)
+    line_height = _NAME_INCHES / (0.68 * _panel_inches(axes)[1]) * (high - low)
     for (x, _, name, colour), height in _without_overlap(ends, line_height):
         axes.annotate(
             name,
             (x, height if x == last else height - 1.2 * line_height),
-            fontsize=sizes.name,
-            xytext=(0.9 * sizes.name, 0),
+            fontsize=10,
+            xytext=(9, 0),
             textcoords="offset points",
             color=colour,
             fontweight="bold",
             verticalalignment="center",
             annotation_clip=False,
-            path_effects=[withStroke(linewidth=0.3 * sizes.name, foreground=_BACKGROUND)],
+            path_effects=[withStroke(linewidth=3, foreground=_BACKGROUND)],
         )
 
 

@@ -14,8 +14,6 @@ from linbias.methods import METHODS
 
 # Another seed can change the loss by up to this share.
 _CLEAR_CHANGE = 0.01
-# A model that is this near to the same one without positions has hardly learnt to use its own.
-_HARDLY_BETTER = 0.02
 # Tokens read for each parameter: what is usual for a full training (Hoffmann et al., 2022).
 _FULL_TRAINING = 20
 # What the report says of its numbers.
@@ -125,52 +123,14 @@ def scope(trainings: Sequence[TrainingRecord]) -> str | None:
 
 
 def cautions(results: ExtrapolationResults) -> list[str]:
-    """What to keep in mind: who is ahead of ALiBi, has hardly learnt, or rests on one seed."""
-    changes = findings(results.evaluations)
-    said = []
-    for length in train_lengths(results.evaluations):
-        trained = {f.method: f.at_training.mean for f in changes if f.train_length == length}
-        said.append(_ahead(length, trained))
-        if scope(results.trainings):
-            said.append(_hardly_learnt(length, trained))
-    if any(finding.num_seeds == 1 for finding in changes):
-        said.append(
-            "Where it says one seed, one model was trained: another seed trains another one, "
-            "whose numbers differ, and small differences may turn round. With --seeds 0,1,2 the "
-            "figures show the mean and the range of three."
-        )
-    return [sentence for sentence in said if sentence]
-
-
-def _ahead(length: int, trained: dict[str, float]) -> str:
-    alibi = trained.get("alibi", -math.inf)
-    better = {METHODS[method].label: bits for method, bits in trained.items() if bits < alibi}
-    if not better:
-        return ""
-    names = [f"{label} ({bits:.3f})" for label, bits in better.items()]
-    return f"{_at(length, names)} ahead of ALiBi ({alibi:.3f} bits per byte)."
-
-
-def _hardly_learnt(length: int, trained: dict[str, float]) -> str:
-    without = trained.get("none", math.inf)
-    near = [
-        METHODS[method].label
-        for method, bits in trained.items()
-        if method != "none" and without * (1 - _HARDLY_BETTER) <= bits < math.inf
+    """What to keep in mind: that a number rests on one seed."""
+    if all(finding.num_seeds > 1 for finding in findings(results.evaluations)):
+        return []
+    return [
+        "Where it says one seed, one model was trained: another seed trains another one, whose "
+        "numbers differ, and small differences may turn round. With --seeds 0,1,2 the figures "
+        "show the mean and the range of three."
     ]
-    if not near:
-        return ""
-    return (
-        f"{_at(length, near)} less than {_HARDLY_BETTER:.0%} better than the same model without "
-        f"positions ({without:.3f} bits per byte): so little has been learnt of positions there "
-        "that the change with length says little about the method."
-    )
-
-
-def _at(length: int, names: Sequence[str]) -> str:
-    """The beginning of a sentence about these methods."""
-    listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-    return f"At the training length of {length:,}, {listed} {'is' if len(names) == 1 else 'are'}"
 
 
 def change_in_words(change: float) -> str:

@@ -50,11 +50,14 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor |
     method, layout, cache, layer, dropout, keep, steps = how
     if layout.pages is not None:
         return layout.pages.attend(q, k, v, method, layer), None
-    slopes_say_all = isinstance(method, LinearBias) and method.uses_key_bound and steps is None
-    linear: Any = method if slopes_say_all else None
+    linear: Any = method if isinstance(method, LinearBias) and steps is None else None
     if (own := attending_layer(cache, layer)) is not None:
         if linear is None:
-            raise ValueError(f"{type(own).__name__}: {method.why_not_slopes}")
+            raise ValueError(
+                f"{type(own).__name__}: a cache whose heads keep different keys must be given to "
+                "a model with linear biases that do not depend on the text, got one with "
+                f"{type(method).__name__}"
+            )
         fall = linear.fall(q, k.shape[2], NO_OPTIONS)
         return own.attend(q, k, v, fall["slopes"], fall.get("scale"), layout), None
     is_step = dropout is None and layout.are_last and not layout.need_weights
@@ -104,7 +107,6 @@ def _by_rows(
             key_bound=bound,
             dropout=how.dropout or 0.0,
             positions=positions,
-            distances=layout.distances,
         )
         gathered.append(method.attend(row_q, row_k, row_v, options))
         if layout.need_weights:

@@ -26,9 +26,7 @@ from linbias.models.decoder.layout import (
     TokenLayout,
     check_room,
     fill_room,
-    is_full,
     read_attention_mask,
-    read_full_mask,
     takes_marks,
 )
 from linbias.models.decoder.pages import init_continuous_batching, refuse_pages, take_pages
@@ -248,13 +246,11 @@ class Decoder(DecoderPreTrainedModel):
             input_ids: [B, T] token ids.
             attention_mask: [B, S], S = cached + T; zero marks padding, also between tokens (a
                 hole), where it takes up no distance, but in Baichuan, whose own code
-                counts it. None means no padding. Or [1 or B, 1, T, S], which tokens each new one
-                sees, as of draft trees: True, or 0 beside -inf (`read_full_mask`).
+                counts it. None means no padding.
             position_ids: [1 or B, T], the number of each token in its text. Numbers that start
                 anew mark several texts in one row, as `DataCollatorWithFlattening` packs them:
                 none sees another, and there is no cache. None: counted from the first token. What
-                marks texts beside it, such as cu_seq_lens_q, is not read. Beside a full mask
-                [1 or B, S], where the cached tokens stand as well.
+                marks texts beside it, such as cu_seq_lens_q, is not read.
             past_key_values: A growing or static cache of earlier tokens. It is extended in place.
             inputs_embeds: [B, T, hidden_size], what `embed_tokens` would return, in place of ids.
             use_cache: Make and return a cache. None means config.use_cache, but never while
@@ -331,13 +327,6 @@ class Decoder(DecoderPreTrainedModel):
         if isinstance(attention_mask, TokenLayout):
             return attention_mask
         name, cache, num_cached, has_room = type(self).__name__, past_key_values, 0, False
-        if self.position.causal and is_full(attention_mask):
-            if isinstance(self.position, Stepped):
-                raise ValueError(
-                    f"{name}: attention_mask must have shape [B, S] for a model with learned "
-                    f"steps between tokens, got {list(attention_mask.shape)}"
-                )
-            return read_full_mask(name, attention_mask, embedded, cache, position_ids)
         if cache is not None:
             use_growing_layers(cache)
             num_cached, has_room = cache.get_seq_length(), cache.is_compileable

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from transformers import Cache
 from linbias.models.decoder.pages import Pages
 from linbias.models.decoder.rows import Rows, find_texts
 from linbias.torch.operators.values import readable
-from linbias.torch.shard import refuse_shard, shard_here
+from linbias.torch.shard import shard_here
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,6 @@ class TokenLayout:
     # The new tokens, and all beside a cache: a pair of records for each batch of texts.
     queries: tuple[Rows, ...] = (Rows(),)
     keys: tuple[Rows, ...] = (Rows(),)
-    # Of a full mask, [1 or B, T, S]: how far each key lies before a new token; hidden ones: -1.
-    distances: Tensor | None = None
     need_weights: bool = False
     pages: Pages | None = None  # where keys lie in the pages of an engine
     ndim: ClassVar[int] = 0  # models look whether a mask has two or four axes: neither
@@ -51,7 +49,7 @@ class TokenLayout:
     def are_last(self) -> bool:
         """Whether the new tokens stand behind all others, none of which is padding."""
         rows = self.keys[0]
-        return self.distances is None and rows.span is None and rows.places is None
+        return rows.span is None and rows.places is None
 
     @property
     def is_packed(self) -> bool:
@@ -60,14 +58,13 @@ class TokenLayout:
 
     def last_queries(self, count: int) -> "TokenLayout":
         """The same for the last `count` new tokens alone; the keys stay. Not of packed rows."""
-        T, distances = self.positions.shape[1], self.distances
+        T = self.positions.shape[1]
         if count == T:
             return self
         return replace(
             self,
             positions=self.positions[:, T - count :],
             queries=(self.queries[0].last(count, T),),
-            distances=None if distances is None else distances[:, T - count :],
         )
 
     def pack(self, x: Tensor) -> Tensor:
@@ -151,7 +148,7 @@ def takes_marks(forward: Callable[..., Any]) -> Callable[..., Any]:
     return with_marks
 
 
-def check_position_ids(caller: str, x: Any, B: int, T: int, of_which: str = "") -> None:
+def check_position_ids(caller: str, x: Any, B: int, T: int) -> None:
     """Check that there is an integer for each of T tokens, of all rows or for all."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{caller}: position_ids must be a tensor, got {type(x).__name__}")
@@ -159,8 +156,7 @@ def check_position_ids(caller: str, x: Any, B: int, T: int, of_which: str = "") 
         raise TypeError(f"{caller}: position_ids must hold integers, got {x.dtype}")
     if x.shape not in ((1, T), (B, T)):
         raise ValueError(
-            f"{caller}: position_ids{of_which} must have shape [1 or B, {T}], B = {B}, "
-            f"got {list(x.shape)}"
+            f"{caller}: position_ids must have shape [1 or B, {T}], B = {B}, got {list(x.shape)}"
         )
 
 
@@ -169,8 +165,9 @@ def check_mask(caller: str, mask: Any) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"{caller}: attention_mask must be a tensor, got {type(mask).__name__}")
     if mask.ndim != 2:
+        advice = " (linbias.torch.attention takes a mask of queries and keys)" * (mask.ndim == 4)
         raise ValueError(
-            f"{caller}: attention_mask must have shape [B, S], got {list(mask.shape)}"
+            f"{caller}: attention_mask must have shape [B, S], got {list(mask.shape)}{advice}"
         )
     if mask.is_floating_point() and readable(mask) is not None:
         if len(wrong := mask[~(mask >= 0)]):
@@ -255,79 +252,6 @@ def read_attention_mask(
             "got several texts in a row (use_cache=False reads them)"
         )
     return TokenLayout(layout.positions, texts, texts)
-
-
-def is_full(attention_mask: Any) -> TypeGuard[Tensor]:
-    return isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
-
-
-_HIDDEN = -1e4  # at most; the lowest float16 is -65,504
-
-
-# Whether a mask keeps its rules is data, which no graph can hold.
-@torch.compiler.disable
-def read_full_mask(
-    caller: str,
-    attention_mask: Tensor,
-    new_tokens: Tensor,
-    cache: Cache | None,
-    position_ids: Tensor | None,
-) -> TokenLayout:
-    """Turn a full mask, which says who sees whom, into distances, as many as it has values.
-
-    Draft trees have such masks: siblings stand at one position, after their parent, and no branch
-    sees another.
-
-    Args:
-        caller: Whom errors name.
-        attention_mask: [1 or B, 1, T, S], S = cached + T. Bool: True where a token sees a key.
-            Floating point: 0 there, and elsewhere at most -1e4, such as -inf.
-        new_tokens: [B, T, ...], ids or embeddings; only shape and device are used.
-        cache: Of earlier tokens; one that grows.
-        position_ids: [1 or B, S], where all tokens stand. None: each at its index.
-    """
-    refuse_shard(f"{caller}: an attention_mask [B, 1, T, S]")
-    (B, T), device = new_tokens.shape[:2], new_tokens.device
-    num_cached = 0 if cache is None else int(cache.get_seq_length())
-    S, shape = num_cached + T, list(attention_mask.shape)
-    if cache is not None and cache.is_compileable:
-        raise ValueError(
-            f"{caller}: attention_mask must have shape [B, S] for a {type(cache).__name__}, "
-            f"got {shape}"
-        )
-    if shape not in ([1, 1, T, S], [B, 1, T, S]):
-        raise ValueError(
-            f"{caller}: attention_mask must have shape [B, S] = {[B, S]} or [1 or B, 1, T, S] = "
-            f"{[B, 1, T, S]}, got {shape}"
-        )
-    mask = attention_mask[:, 0].to(device)
-    if mask.dtype != torch.bool:
-        if not mask.is_floating_point():
-            raise TypeError(
-                f"{caller}: attention_mask [B, 1, T, S] must be bool or floating point, got "
-                f"{mask.dtype}"
-            )
-        if len(wrong := (~(mask == 0) & ~(mask <= _HIDDEN)).nonzero()):
-            b, t, s = wrong[0].tolist()
-            raise ValueError(
-                f"{caller}: attention_mask must be 0 where a token sees a key, and at most "
-                f"{_HIDDEN:g} elsewhere, got {float(mask[b, t, s]):g} at [{b}, 0, {t}, {s}]"
-            )
-        mask = mask == 0
-    positions = torch.arange(S, device=device)[None]
-    if position_ids is not None:
-        of_which = " of all tokens, the cached ones too,"
-        check_position_ids(caller, position_ids, B, S, of_which)
-        positions = position_ids.to(device).long()
-    new = positions[:, num_cached:]
-    distances = new[..., None] - positions[:, None]
-    if len(found := (mask & (distances < 0)).nonzero()):
-        b, t, s = found[0].tolist()
-        raise ValueError(
-            f"{caller}: attention_mask must hide what stands after a token, but shows a key at "
-            f"[{b}, 0, {t}, {s}], {-int(distances[b % len(distances), t, s])} behind it"
-        )
-    return TokenLayout(new, distances=distances.masked_fill(~mask, -1))
 
 
 def _layout(

@@ -35,7 +35,6 @@ class AttendOptions(NamedTuple):
     key_bound: Tensor | None = None  # [B, G]
     dropout: float = 0.0
     positions: Tensor | None = None  # [B, S] or [B, H, S], where keys stand if not at their index
-    distances: Tensor | None = None  # of a full mask, as of `TokenLayout`; not an argument
 
 
 NO_OPTIONS = AttendOptions()
@@ -50,14 +49,6 @@ class Position(nn.Module):
     def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
         super().__init__()
         self.causal = causal
-
-    @property
-    def why_not_slopes(self) -> str:
-        """Why a cache cannot attend itself: slopes do not say it all."""
-        return (
-            "a cache whose heads keep different keys must be given to a model with linear biases "
-            f"that do not depend on the text, got one with {type(self).__name__}"
-        )
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
         return hidden
@@ -125,7 +116,6 @@ class LinearBias:
     counts_hidden = False
     causal = True
     implementation: str
-    why_not_slopes: str
 
     @property
     def decodes(self) -> bool:
@@ -138,30 +128,14 @@ class LinearBias:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         how: Any = {"implementation": self.implementation, "return_lse": False}
-        if options.distances is not None:
-            how |= self._masked(q, options.distances)
-            return attention(q, k, v, dropout=options.dropout, **how)
         given = {**self.fall(q, k.shape[2], options), **options._asdict()}
-        del given["distances"]
         return attention(q, k, v, causal=self.causal, **how, **given)
 
     def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
-        if options.distances is not None:
-            return attention_weights(q, k, **self._masked(q, options.distances))
         names = ("key_range", "query_start", "positions")
         given = {name: getattr(options, name) for name in names}
         fall = self.fall(q, k.shape[2], options)
         return attention_weights(q, k, **fall, causal=self.causal, **given)
-
-    def _masked(self, q: Tensor, distances: Tensor) -> dict[str, Any]:
-        """As `fall`, but all of the bias is in a mask: the order of keys means nothing."""
-        # Slopes that follow the length take that of the longest branch.
-        length = distances.amax((1, 2)).expand(len(q))[:, None] + 1
-        branch = AttendOptions(key_range=torch.cat([torch.zeros_like(length), length], 1))
-        fall = self.fall(q, distances.shape[2], branch)
-        slopes, distances = fall["slopes"], distances[:, None]
-        bias = (-slopes[..., None, None] * distances).masked_fill(distances < 0, -math.inf)
-        return {**fall, "slopes": torch.zeros_like(slopes), "mask": bias, "causal": False}
 
 
 class Biased(LinearBias, Position):
@@ -296,15 +270,12 @@ class T5(Position):
         # A row has T + S - 1 distances, from that of its last query to the first key downwards:
         # look those up, then lay them out as [T, S], each query one step after the next.
         masked = _is_placed(options)
-        if options.distances is not None:
-            bias = self._bias(distances_of(q, k, options)).to(q.dtype)
-        else:
-            farthest = query_start_of(q, k, options) + T - 1
-            distances = farthest - torch.arange(T + S - 1, device=q.device)
-            line = self.bias(self.bucket(distances)).mT.to(q.dtype)
-            if not masked and self.causal:  # hidden before the line is laid out, which is cheaper
-                line = line.masked_fill((distances < 0)[:, None], -math.inf)
-            bias = line.unfold(-1, S, 1).flip(-2)  # [1 or B, H, T, S]
+        farthest = query_start_of(q, k, options) + T - 1
+        distances = farthest - torch.arange(T + S - 1, device=q.device)
+        line = self.bias(self.bucket(distances)).mT.to(q.dtype)
+        if not masked and self.causal:  # hidden before the line is laid out, which is cheaper
+            line = line.masked_fill((distances < 0)[:, None], -math.inf)
+        bias = line.unfold(-1, S, 1).flip(-2)  # [1 or B, H, T, S]
         if masked:
             visible = self._visible(distances_of(q, k, options), options)
             bias = torch.where(visible[:, None], bias, -math.inf)
@@ -357,8 +328,7 @@ def _angles(positions: Tensor, count: int, base: float) -> Tensor:
 
 def _is_placed(options: AttendOptions) -> bool:
     """Whether more than the order of keys says what is seen."""
-    placed = (options.key_range, options.query_start, options.distances)
-    return any(x is not None for x in placed)
+    return options.key_range is not None or options.query_start is not None
 
 
 def query_start_of(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
@@ -372,7 +342,5 @@ def query_start_of(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
 
 def distances_of(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
     """[1 or B, T, S]: how far each key lies before each query."""
-    if options.distances is not None:
-        return options.distances
     queries = query_start_of(q, k, options) + torch.arange(q.shape[2], device=q.device)
     return queries[..., None] - torch.arange(k.shape[2], device=q.device)

@@ -40,10 +40,6 @@ class ModelSlopes:
         """Whether the slopes depend on the length of the text."""
         return self._scale == "interpolate"
 
-    def scaled(self, scale: SlopeScale, train_length: int | None = None) -> "ModelSlopes":
-        """The same slopes with another scale, and another train_length if one is given."""
-        return ModelSlopes(self._slopes, scale, train_length or self._train_length)
-
     def left(self, q: Tensor, num_keys: int, key_range: Tensor | None = None) -> Tensor:
         """Return the slopes of one call: [H], or [B, H] where rows differ; at least float32."""
         dtype = torch.promote_types(q.dtype, torch.float32)

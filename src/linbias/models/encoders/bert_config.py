@@ -38,8 +38,6 @@ class LinbiasBertConfig(fields.CheckedConfig):
     tie_word_embeddings: bool = True
     attention_implementation: str = "auto"
     pad_token_id: int | None = 0
-    # Of a model from an original folder: its `family`, `config`, and the `prefix` of its weights.
-    original: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         fields.check_fields(self, _RULES)

@@ -6,7 +6,7 @@
 | jina | jina-embeddings-v2 | `position_embedding_type: alibi` and `mlp.gated_layers` |
 | jina-code | jina-embeddings-v2-base-code | norms of queries and keys, `layer_norm_q` |
 
-Their code lies beside the weights and is never run. `linbias convert` goes both ways.
+Their code lies beside the weights and is never run.
 """
 
 import re
@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from linbias.models.encoders.bert_config import LinbiasBertConfig
-
-FAMILIES = ("mosaic", "jina", "jina-code")
 
 _GLU = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu"}
 
@@ -152,22 +150,6 @@ def _known(family: str, layers: Iterable[int]) -> dict[str, str]:
     }
     bias = "cls.predictions.decoder.bias" if family == "mosaic" else "cls.predictions.bias"
     return known | {"cls.predictions.decoder.weight": "decoder.weight", bias: "decoder.bias"}
-
-
-def to_original(weights: Mapping[str, Tensor], family: str, prefix: str) -> dict[str, Tensor]:
-    """Undo `to_ours`, with a prefix before the names of the encoder: "bert." or nothing."""
-    back = {ours: theirs for theirs, ours in _known(family, _layers(weights)).items()}
-    theirs: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        split = re.fullmatch(r"encoder\.layers\.(\d+)\.attention\.qkv\.(\w+)", name)
-        if split and family != "mosaic":
-            for part, rows in zip(_PARTS, tensor.chunk(3), strict=True):
-                theirs[f"{prefix}{_SPLIT.format(split[1]) % part}.{split[2]}"] = rows.contiguous()
-        elif name.startswith("encoder."):
-            theirs[prefix + back[name]] = tensor
-        elif name != "decoder.weight":  # which is the embedding
-            theirs[back.get(name, name)] = tensor
-    return theirs
 
 
 def _layers(names: Iterable[str]) -> list[int]:

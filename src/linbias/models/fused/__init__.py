@@ -34,7 +34,6 @@ _BY_BODY: dict[type[nn.Module], Family] = {family.body: family for family in FAM
 
 def fuse(
     model: PreTrainedModel,
-    rounding: Literal["exact", "checkpoint"] = "exact",
     implementation: str = "auto",
     *,
     slope_scale: float | Literal["interpolate"] | None = None,
@@ -47,16 +46,11 @@ def fuse(
     attention runs Transformers' own code. Training, gradient checkpointing, padding (also between
     tokens), caches and `generate` work as before, for any length. Weights of attention
     (`output_attentions`) are computed beside it. Packed rows (`position_ids` that start anew)
-    and masks [B, 1, T, S] are read as those of `LinbiasForCausalLM`, outside of compiled graphs;
-    such masks with rounding="exact" alone.
+    are read as those of `LinbiasForCausalLM`, outside of compiled graphs.
     `unfuse` undoes it.
 
     Args:
         model: With any head, or a body alone. Wrappers such as PEFT's may be around it.
-        rounding: "exact": slope * distance in float32. "checkpoint": as Transformers' code for
-            this architecture rounds it, which is what the weights met in use: Falcon rounds slope
-            and product to bfloat16, BLOOM the product to the type of the model (its rounding of
-            scores is not repeated). MPT is the same either way.
         implementation: As in `linbias.torch.attention`.
         slope_scale: A positive factor on all slopes, or "interpolate", train_length / S for a text
             of S > train_length tokens.
@@ -83,7 +77,6 @@ def fuse(
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse: model must be a Transformers model, got {type(model).__name__}")
     options = Options(
-        rounding=rounding,
         implementation=implementation,
         slope_scale=slope_scale,
         train_length=train_length,

@@ -1,8 +1,7 @@
-"""BLOOM: the paper's slopes; the reference code rounds slope * position to the model's type."""
+"""BLOOM: the paper's slopes."""
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import BloomConfig, Cache
 from transformers.models.bloom import modeling_bloom as reference
@@ -33,15 +32,10 @@ class FusedBloomAttention(FusedAttention, reference.BloomAttention):
         return q, k, v
 
 
-def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    return (slopes * positions).to(dtype)
-
-
 def bias(config: BloomConfig, options: Options) -> Bias:
     return options.bias(
         slopes(config.n_head),
         scale=(config.hidden_size // config.n_head) ** -0.5,
-        rounded=rounded,
         train_length=getattr(config, "seq_length", None),
     )
 

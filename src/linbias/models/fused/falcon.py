@@ -1,10 +1,9 @@
 """Falcon with `alibi=True` (the falcon-rw models): the paper's slopes / sqrt(head size).
 
-The reference code rounds slope and slope * position to bfloat16 even in a float32 model, and its
-cache holds a copy of keys and values for each head that shares them; ours holds them once.
+The cache of the reference code holds a copy of keys and values for each head that shares them;
+ours holds them once.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,10 +37,6 @@ class FusedFalconAttention(FusedAttention, reference.FalconAttention):
         return q, k, v
 
 
-def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    return ((slopes / scale).bfloat16() * positions).to(dtype) * scale
-
-
 def bias(config: FalconConfig, options: Options) -> Bias:
     if not config.alibi:
         raise ValueError(
@@ -51,7 +46,6 @@ def bias(config: FalconConfig, options: Options) -> Bias:
     return options.bias(
         slopes(config.num_attention_heads) * scale,
         scale=scale,
-        rounded=partial(rounded, scale=scale),
         train_length=config.max_position_embeddings,
     )
 

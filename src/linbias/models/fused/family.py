@@ -31,9 +31,7 @@ from linbias.models.decoder.layout import (
     check_position_ids,
     check_room,
     fill_room,
-    is_full,
     read_attention_mask,
-    read_full_mask,
     shown_with_marks,
     without_marks,
 )
@@ -50,9 +48,6 @@ logger = logging.get_logger(__name__)
 NAME = "linbias"  # as in attn_implementation="linbias"
 MODEL_TYPES = ("bloom", "falcon", "mpt")
 Attended = tuple[Tensor, Tensor | None]
-# (slopes [H, 1], positions [1 or B, 1, S], dtype of the model) -> [1 or B, H, S]: what the
-# reference code adds to the scores of key s.
-Rounded = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,50 +71,6 @@ class Bias(LinearBias):
         return super().weights(q, k, options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundedBias(Bias):
-    """A bias as the reference code rounds it: a number per key, instead of slope * position."""
-
-    rounded: Rounded
-    uses_key_bound = False
-    why_not_slopes = (
-        "the model must be fused with rounding='exact', got 'checkpoint', whose bias does not "
-        "depend on distance alone"
-    )
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
-        return super().attend(*self._with_rounding(q, k, options), v, options)
-
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
-        return super().weights(*self._with_rounding(q, k, options), options)
-
-    def _with_rounding(
-        self, q: Tensor, k: Tensor, options: AttendOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Queries and keys whose scores hold what rounding adds to slope * position.
-
-        It is one more component of a key for each head that shares it: a query has 1 in its own.
-        """
-        (B, H, T, _), (_, G, S, _) = q.shape, k.shape
-        if options.distances is not None:
-            raise ValueError(
-                "fuse: attention_mask must have shape [B, S] for a model that is fused with "
-                "rounding='checkpoint', got [B, 1, T, S]"
-            )
-        positions = torch.arange(S, device=q.device)[None]
-        if options.key_range is not None:
-            positions = (positions - options.key_range[:, :1]).clamp(min=0)
-        left = self.slopes.left(q, S, options.key_range)
-        exact = left[:, None] * positions[:, None]
-        error = (self.rounded(left[:, None], positions[:, None], q.dtype) - exact) / self.scale
-        sharing = H // G
-        component = torch.eye(sharing, dtype=q.dtype, device=q.device).repeat(G, 1)
-        q = torch.cat([q, component[:, None].expand(B, H, T, sharing)], dim=-1)
-        error = error.expand(B, H, S).unflatten(1, (G, sharing)).mT
-        return q, torch.cat([k, error.to(k.dtype)], dim=-1)
-
-
-_ROUNDINGS = ("exact", "checkpoint")
 _IMPLEMENTATIONS = ("auto", *(module.NAME for module in IMPLEMENTATIONS))
 
 
@@ -127,7 +78,6 @@ _IMPLEMENTATIONS = ("auto", *(module.NAME for module in IMPLEMENTATIONS))
 class Options:
     """What a user of `fuse` chooses; the arguments of `fuse` say what each means."""
 
-    rounding: str = "exact"
     implementation: str = "auto"
     slope_scale: float | str | None = None
     train_length: int | None = None
@@ -135,14 +85,10 @@ class Options:
 
     def __post_init__(self) -> None:
         scale = self.slope_scale
-        if self.rounding not in _ROUNDINGS:
-            raise ValueError(f"fuse: rounding must be one of {_ROUNDINGS}, got {self.rounding!r}")
         if scale is not None and scale != "interpolate":
             if not POSITIVE.holds(scale):
                 rule = "positive, 'interpolate' or None"
                 raise ValueError(f"fuse: slope_scale must be {rule}, got {scale!r}")
-        if scale is not None and self.rounding == "checkpoint":
-            raise ValueError("fuse: slope_scale must be None with rounding='checkpoint'")
         if (name := self.implementation) not in _IMPLEMENTATIONS:
             raise ValueError(
                 f"fuse: implementation must be one of {_IMPLEMENTATIONS}, got {name!r}"
@@ -154,11 +100,10 @@ class Options:
         self,
         slopes: NDArray[np.float64],
         scale: float,
-        rounded: Rounded | None,
         train_length: int | None,
         counts_hidden: bool = False,
     ) -> Bias:
-        """That of a model: slopes [H], factor on q . k, rounding of its code, and what it says."""
+        """That of a model: slopes [H], factor on q . k, and what its configuration says."""
         heads = range(len(slopes)) if self.heads is None else self.heads
         if outside := [head for head in heads if not 0 <= head < len(slopes)]:
             raise ValueError(f"fuse: heads must be in [0, {len(slopes)}), got {outside[0]}")
@@ -170,15 +115,12 @@ class Options:
                 "configuration does not say it"
             )
         scaled = ModelSlopes(chosen, self.slope_scale, length or 1)
-        exact = Bias(
+        return Bias(
             slopes=scaled,
             scale=scale,
             counts_hidden=counts_hidden,
             implementation=self.implementation,
         )
-        if rounded is None or self.rounding != "checkpoint":
-            return exact
-        return RoundedBias(**vars(exact), rounded=rounded)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,9 +252,7 @@ _POSITION_IDS = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY
 
 
 def adapt_calls(model: Any) -> None:
-    """Let a model read what Transformers' code drops: texts in a row, full masks, and the pages of
-    `generate_batch`.
-    """
+    """Let a model read what Transformers' code drops: texts in a row, and pages."""
     name = _forward_name(model)
     if isinstance(vars(model).get(name), partial):
         return
@@ -373,8 +313,6 @@ def _forward(model: Any, arguments: tuple[str, ...], *args: Any, **kwargs: Any) 
     kwargs = without_marks(caller, kwargs)
     given = dict(zip(arguments, args, strict=False)) | kwargs
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
-    if is_full(mask):
-        return _forward_with_rows(model, given)
     if not isinstance(mask, TokenLayout | None):
         check_mask(caller, mask)
     if position_ids is not None and (tokens := _tokens(given)) is not None:
@@ -395,14 +333,11 @@ def _forward_with_rows(model: Any, given: dict[str, Any]) -> Any:
     caller, tokens, cache = type(model).__name__, _tokens(given), given.get("cache")
     cache = given.get("past_key_values") if cache is None else cache
     mask, position_ids = given.pop("attention_mask", None), given.pop("position_ids", None)
-    if is_full(mask):
-        layout = read_full_mask(caller, mask, tokens, cache, position_ids)
-    else:
-        given["use_cache"] = bool(given.get("use_cache"))  # None is Transformers' own, True
-        has_cache = cache is not None or given["use_cache"]
-        start = 0 if cache is None else cache.get_seq_length()
-        options: Any = {"position_ids": position_ids, "has_cache": has_cache}
-        layout = read_attention_mask(caller, mask, tokens, start, **options)
+    given["use_cache"] = bool(given.get("use_cache"))  # None is Transformers' own, True
+    has_cache = cache is not None or given["use_cache"]
+    start = 0 if cache is None else cache.get_seq_length()
+    options: Any = {"position_ids": position_ids, "has_cache": has_cache}
+    layout = read_attention_mask(caller, mask, tokens, start, **options)
     return _forward_with_layout(model, given, layout)
 
 

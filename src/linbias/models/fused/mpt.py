@@ -140,7 +140,6 @@ def bias(config: MptConfig, options: Options) -> Bias:
     return options.bias(
         slopes(config.n_heads, "mpt", attention.alibi_bias_max),
         scale=attention.softmax_scale or (config.hidden_size / config.n_heads) ** -0.5,
-        rounded=None,
         train_length=config.max_seq_len,
         counts_hidden=True,
     )

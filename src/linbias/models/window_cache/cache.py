@@ -55,7 +55,6 @@ class WindowCache(Cache):
         tolerance: float | None = None,
         windows: Literal["adaptive", "weights"] | int = "adaptive",
         on_uncertified: Literal["count", "raise"] = "count",
-        weights: Reach | None = None,
     ) -> Self:
         """Make a cache for a model with linear biases.
 
@@ -68,13 +67,11 @@ class WindowCache(Cache):
             on_uncertified: Where a row may miss more than the tolerance: "count" counts it;
                 "raise" raises `Uncertified`, after which the cache must be reset. Adaptive windows
                 widen from there on in any case.
-            weights: What `reach_of_weights(model)` gave before, which takes seconds for a large
-                model.
 
         Raises:
             ValueError: An option breaks a rule above; the model has no linear biases, or its
                 slopes follow the length of the text; windows="weights" and a layer's weights do
-                not say; the model is fused with rounding="checkpoint".
+                not say.
         """
         if on_uncertified not in POLICIES:
             got = f"must be one of {POLICIES}, got {on_uncertified!r}"
@@ -84,7 +81,7 @@ class WindowCache(Cache):
             got = f"must be in [{finest:.3g}, 1) for {model.dtype}, got {tolerance}"
             raise ValueError(f"WindowCache: tolerance {got}")
         refuse_slopes_that_follow_the_length(model, "WindowCache")
-        weights = reach_of_weights(model) if weights is None else weights
+        weights = reach_of_weights(model)
         needed = weights.of_heads((finest if tolerance is None else tolerance) / 2)
         # The farthest of the query heads that read a key/value head.
         groups = [

@@ -92,11 +92,10 @@ class WindowLayer(NearKeys, AttendingLayer):
         if self.is_initialized and len(q) != (size := len(self.pool.keys)):
             raise ValueError(f"WindowCache: batch must have {size} rows as before, got {len(q)}")
         rows, end = layout.keys[0], self.seen + q.shape[2]
-        if rows.places is not None or layout.distances is not None:
-            got = "a row with a hole" if layout.distances is None else "a mask [B, 1, T, S]"
+        if rows.places is not None:
             raise ValueError(
-                "WindowCache: attention_mask must mark one unbroken run of tokens per row, "
-                f"got {got}"
+                "WindowCache: attention_mask must mark one unbroken run of tokens per row, got a "
+                "row with a hole"
             )
         if rows.span is not None and (rows.span[:, 1] < end).any():
             raise ValueError("WindowCache: padding must come before each text, got some after one")
