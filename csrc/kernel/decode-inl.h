@@ -345,17 +345,7 @@ struct DecodeTask {
       products(row, key + i * key_step, key_step, count - i - 1, row.score + i);
     }
     prefetch_keys(row, following);
-    W high = -kInfinity<W>;
-    for (i = 0; i < kKeys; ++i) {
-      const int64_t distance = row.order - from - i;
-      const Side side = distance >= 0 ? kLeft : kRight;
-      const bool hidden = i >= count || from + i < row.first_seen || (distance != 0 && row.hidden[side]);
-      W reach = static_cast<W>(distance > 0 ? distance : -distance);
-      if (row.positions)
-        reach = i < count ? static_cast<W>(__builtin_fabs(row.query_position - row.positions[from + i])) : W{0};
-      row.score[i] = hidden ? -kInfinity<W> : row.score[i] - row.slope[side] * reach;
-      high = row.score[i] > high ? row.score[i] : high;
-    }
+    const W high = add_biases(row, from, count);
     if (high > row.row_max) {
       const W shrink = exponential<W>(broadcast(row.row_max - high))[0];
       row.row_max = high;
@@ -373,6 +363,31 @@ struct DecodeTask {
     add_values(row, value, value_step, count);
   }
 
+  // Add the biases to the scores of the keys from `from` on, and return the highest; a key that the row does not see
+  // has -infinity.
+  LINBIAS_INLINE W add_biases(Row& row, int64_t from, int64_t count) const {
+    const int64_t order = row.order - from;
+    int64_t first = larger_of(int64_t{0}, row.first_seen - from), end = count;
+    if (row.hidden[kLeft]) first = larger_of(first, order);
+    if (row.hidden[kRight]) end = smaller_of(end, order + 1);
+    alignas(64) W far[kKeys];
+    for (int64_t i = 0; row.positions && i < kKeys; ++i)
+      far[i] = i < count ? static_cast<W>(__builtin_fabs(row.query_position - row.positions[from + i])) : W{0};
+    Vector<W> ramp, highest = broadcast(-kInfinity<W>);
+    for (int lane = 0; lane < kLanes; ++lane) ramp[lane] = static_cast<W>(lane);
+    for (int64_t i = 0; i < kKeys; i += kLanes) {
+      const Vector<W> key = ramp + static_cast<W>(i), ahead = key - static_cast<W>(order);
+      const Vector<W> slope = ahead > 0 ? broadcast(row.slope[kRight]) : broadcast(row.slope[kLeft]);
+      const Vector<W> reach = row.positions ? load(far + i) : larger<W>(ahead, -ahead);
+      const Vector<W> score = load(row.score + i) - slope * reach;
+      const Vector<W> shown =
+          key >= static_cast<W>(first) && key < static_cast<W>(end) ? score : broadcast(-kInfinity<W>);
+      store<W>(row.score + i, shown);
+      highest = larger<W>(shown, highest);  // NaN is passed over
+    }
+    return largest<W>(highest)[0];
+  }
+
   LINBIAS_INLINE void add_values(Row& row, const In* value, int64_t step, int64_t count) const {
     int64_t e = 0;
     for (; e + 4 * kLanes <= call.E; e += 4 * kLanes) add_columns<4>(row, value, step, count, e);
@@ -388,7 +403,7 @@ struct DecodeTask {
   // Some vectors of the values' columns, from e on: as many sums at a time as hide the time that adding takes.
   template <int kVectors>
   LINBIAS_INLINE void add_columns(Row& row, const In* value, int64_t step, int64_t count, int64_t e) const {
-    constexpr int kKeysAtOnce = 4 / kVectors;
+    constexpr int kKeysAtOnce = 8 / kVectors;
     Vector<W> totals[kKeysAtOnce][kVectors] = {};
     const auto add = [&](int at, int64_t i) {
 #pragma GCC unroll 4
