@@ -166,6 +166,21 @@ NB_MODULE(_cpu, m) {
         run([&] { return forward(call, sequences, results); });
       },
       nb::arg("call"), nb::arg("sequences"), nb::arg("results"));
+  // The same for a further layer, whose arrays differ in nothing but where they lie.
+  m.def(
+      "forward_layer",
+      [](Call call, Sequences sequences, Forward results, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v,
+         std::uintptr_t left, std::uintptr_t page_norms, std::uintptr_t out) {
+        call.q.data = reinterpret_cast<void*>(q);
+        call.k.data = reinterpret_cast<void*>(k);
+        call.v.data = reinterpret_cast<void*>(v);
+        call.left = reinterpret_cast<void*>(left);
+        sequences.page_norms = reinterpret_cast<void*>(page_norms);
+        results.out = reinterpret_cast<void*>(out);
+        run([&] { return forward(call, sequences, results); });
+      },
+      nb::arg("call"), nb::arg("sequences"), nb::arg("results"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
+      nb::arg("left"), nb::arg("page_norms"), nb::arg("out"));
   m.def(
       "backward",
       [](const Call& call, const Sequences& sequences, const Backward& results) {

@@ -36,8 +36,41 @@ def test_layers_share_what_is_checked_and_nothing_else(dtype, window):
         assert torch.equal(norms, other_norms)
         given = {"cu_seqlens_q": ENDS, "page_norms": norms, "scale": scale, "window": window}
         expected = attention_paged(q, *pages, TABLE, LENGTHS, slopes, **given)
-        out = step.attention(q, *pages, slopes, norms, scale=scale, window=window)
+        out = torch.empty_like(q)
+        step.attention(q, *pages, slopes, norms, out, scale=scale, window=window)
         assert torch.equal(out, expected)
+
+
+def strided(x):
+    """The same numbers, every second row of a wider array."""
+    return x.repeat_interleave(2, dim=1)[:, ::2]
+
+
+def test_a_layer_of_another_form_gets_no_description_of_the_first():
+    """The core takes arrays at their word: each of these would be read as what it is not."""
+    step = Step(TABLE, LENGTHS, ENDS, SLOTS)
+    (q, _, _), (keys, values), norms = layer(0, torch.float32)
+    slopes = torch.tensor(linbias.slopes(H)).float()
+    narrow = [x.bfloat16() for x in (q, keys, values)]
+    wide = [x.double() for x in (q, keys, values, slopes, norms)]
+    for q_, keys_, values_, slopes_, norms_ in (
+        (q, keys, values, slopes, norms),
+        (strided(q), keys, values, slopes, norms),
+        (q, keys.contiguous(), values, slopes, norms),
+        (q, keys, values.contiguous(), slopes, norms),
+        (q, keys, values.mT.contiguous().mT, slopes, norms),
+        (q, keys, values, slopes, None),
+        (q, keys, values, slopes, norms.T.contiguous().T),
+        (q, keys, values, strided(slopes[None])[0], norms),
+        (q[..., :8], keys[..., :8], values, slopes, norms),
+        (*narrow, slopes, norms),
+        (*wide,),
+    ):
+        given = {"cu_seqlens_q": ENDS, "page_norms": norms_, "scale": 0.25}
+        expected = attention_paged(q_, keys_, values_, TABLE, LENGTHS, slopes_, **given)
+        for out in (torch.empty_like(expected), strided(torch.empty_like(expected))):
+            step.attention(q_, keys_, values_, slopes_, norms_, out, scale=0.25)
+            torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 def test_padding_is_written_nowhere():
@@ -54,4 +87,4 @@ def test_the_first_layer_of_a_shape_is_checked():
     with pytest.raises(ValueError, match="write_pages: slots must be below 104"):
         step.write(k, v, *pages, norms)
     with pytest.raises(ValueError, match="attention_paged: seq_lens must be in"):
-        step.attention(q, *pages, slopes, norms, scale=1.0)
+        step.attention(q, *pages, slopes, norms, torch.empty_like(q), scale=1.0)

@@ -100,11 +100,12 @@ class Layer(CPUAttentionBackendImpl):
             self.norms = torch.zeros(num_pages, num_key_heads)
         step = _step(asked)
         step.write(key[:tokens], value[:tokens], *pages, self.norms)
-        output[:tokens] = step.attention(
+        step.attention(
             query[:tokens],
             *pages,
             self.alibi_slopes,
             self.norms,
+            output[:tokens],
             scale=self.scale,
             # The engine counts a query's own key as well.
             window=None if self.sliding_window == -1 else (self.sliding_window - 1, 0),

@@ -183,20 +183,64 @@ def forward(asked: Sequences, only_out: bool = False) -> Results:
 
     With `only_out`, which few queries allow, the others are empty.
     """
-    q, v, left = asked.q, asked.v, asked.left
-    total, H, _ = q.shape
-    narrow = q.dtype == torch.bfloat16 and not asked.precise  # written in it at once
-    tiles = 2 * (total // core.TILE_ROWS + len(left))
-    out = (q if narrow else left).new_empty(total, H, v.shape[-1])
-    if only_out:
-        results = Results(out, *[_NOTHING] * 3)
-    else:
-        rows, visited = (total, H), torch.zeros(H, tiles, 2, dtype=torch.int32)
-        results = Results(out, left.new_empty(rows), left.new_empty(rows), visited)
+    results = _empty(asked, only_out)
     call, sequences, alive = _describe(asked)
     core.forward(call, sequences, _saved(results))
     del alive
     return results
+
+
+class Layers:
+    """Calls of the core that differ in nothing but where their arrays lie, described once.
+
+    For one token to describe a call takes longer than to compute it.
+    """
+
+    def __init__(self, asked: Sequences) -> None:
+        self._asked = asked
+        self._results = _empty(asked, only_out=asked.few)
+        self._call, self._sequences, self._alive = _describe(asked)
+        self._saved = _saved(self._results)
+
+    def compute(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: Tensor,
+        page_norms: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Fill `out` [total_q, H, E]; all arrays are as those that were described, and contiguous
+        where the core wants it.
+        """
+        left = slopes.expand(self._asked.left.shape).contiguous()
+        computed = self._results.out if self._results.out.dtype != out.dtype else out
+        core.forward_layer(
+            self._call,
+            self._sequences,
+            self._saved,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            left.data_ptr(),
+            0 if page_norms is None else page_norms.data_ptr(),
+            computed.data_ptr(),
+        )
+        if computed is not out:
+            out.copy_(computed)
+
+
+def _empty(asked: Sequences, only_out: bool) -> Results:
+    q, v, left = asked.q, asked.v, asked.left
+    total, H, _ = q.shape
+    narrow = q.dtype == torch.bfloat16 and not asked.precise  # written in it at once
+    out = (q if narrow else left).new_empty(total, H, v.shape[-1])
+    if only_out:
+        return Results(out, *[_NOTHING] * 3)
+    rows, tiles = (total, H), 2 * (total // core.TILE_ROWS + len(left))
+    visited = torch.zeros(H, tiles, 2, dtype=torch.int32)
+    return Results(out, left.new_empty(rows), left.new_empty(rows), visited)
 
 
 class _Direct(torch.autograd.Function):

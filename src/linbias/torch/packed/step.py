@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from linbias.torch.operators.operator import without_autocast
 from linbias.torch.packed import offsets, paged
 
 
@@ -26,7 +25,9 @@ class Step:
         >>> step = Step(table, torch.tensor([1]), ends, slots=torch.tensor([8]))
         >>> norms = torch.zeros(3, 1)
         >>> step.write(new, 2 * new, *pages, norms)
-        >>> step.attention(new, *pages, torch.tensor([0.5]), norms, scale=1.0).tolist()
+        >>> out = torch.empty(1, 1, 2)
+        >>> step.attention(new, *pages, torch.tensor([0.5]), norms, out, scale=1.0)
+        >>> out.tolist()
         [[[2.0, 2.0]]]
     """
 
@@ -36,7 +37,7 @@ class Step:
         self._where = block_table, seq_lens, cu_seqlens_q
         self._slots = slots
         self._rows: dict[Any, paged.Rows] = {}
-        self._asked: dict[Any, offsets.Sequences | None] = {}
+        self._layers: dict[Any, offsets.Layers | None] = {}
 
     def write(
         self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_norms: Tensor | None
@@ -54,48 +55,58 @@ class Step:
         v_pages: Tensor,
         slopes: Tensor,
         page_norms: Tensor | None,
+        out: Tensor,
         *,
         scale: float,
         window: tuple[int, int] | None = None,
-    ) -> Tensor:
-        """`attention_paged` of a layer, checked where no layer of its shapes was before.
+    ) -> None:
+        """Fill `out` [total_q, H, E] with `attention_paged` of a layer, checked and described where
+        no layer of its form was before.
 
         Args:
             slopes: [H], in float32 (float64 for q in float64).
-            page_norms: Likewise; given by all layers or by none.
-
-        Returns:
-            [total_q, H, E].
+            page_norms: Likewise, or None.
+            out: In q's dtype.
         """
+        arrays = q, k_pages, v_pages, slopes, page_norms, out
+        form = scale, window, *map(_form, arrays)
+        if form not in self._layers:
+            self._layers[form] = self._describe(*arrays, {"scale": scale, "window": window})
+        layers = self._layers[form]
+        if layers is not None:
+            layers.compute(*arrays)
+        else:
+            call = q, k_pages, v_pages, *self._where[:2], slopes
+            how = {"cu_seqlens_q": self._where[2], "page_norms": page_norms}
+            out.copy_(paged.attention_paged(*call, **how, scale=scale, window=window))
+
+    def _describe(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        slopes: Tensor,
+        page_norms: Tensor | None,
+        out: Tensor,
+        options: paged.Options,
+    ) -> offsets.Layers | None:
+        """None: the core does not take arrays of this form as they lie."""
         block_table, seq_lens, cu_seqlens_q = self._where
-        arguments = q, k_pages, v_pages, block_table, seq_lens, slopes
-        kind = window, q.shape, q.dtype, k_pages.shape, v_pages.shape
-        if kind not in self._asked:
-            call, placed, pages = paged.check(
-                "attention_paged",
-                (*arguments, cu_seqlens_q, page_norms),
-                "auto",
-                {"window": window},
-            )
-            self._asked[kind] = offsets.prepare(call, placed, pages)
-        asked = self._asked[kind]
-        if asked is None:
-            out = paged.attention_paged(
-                *arguments,
-                cu_seqlens_q=cu_seqlens_q,
-                page_norms=page_norms,
-                scale=scale,
-                window=window,
-            )
-            assert isinstance(out, Tensor)
-            return out
-        asked = asked._replace(
-            q=q,
-            k=k_pages,
-            v=v_pages,
-            left=slopes.expand_as(asked.left),
-            scale=scale,
-            page_norms=page_norms,
-        )
-        with without_autocast(q.device):
-            return offsets.compute(asked, with_lse=False)[0]
+        given = q, k_pages, v_pages, block_table, seq_lens, slopes, cu_seqlens_q, page_norms
+        asked = offsets.prepare(*paged.check("attention_paged", given, "auto", options))
+        if (
+            asked is None
+            or any(x.stride(-1) != 1 for x in (q, k_pages, v_pages))
+            or not (page_norms is None or page_norms.is_contiguous())
+            or not out.is_contiguous()
+            or (out.shape, out.dtype) != ((*q.shape[:2], v_pages.shape[-1]), q.dtype)
+        ):
+            return None
+        return offsets.Layers(asked)
+
+
+def _form(x: Tensor | None) -> Any:
+    """All that decides how the core reads an array, but for its address."""
+    if x is None:
+        return None
+    return type(x), x.dtype, x.device, x.shape, x.stride(), x.is_neg()
