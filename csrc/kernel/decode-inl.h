@@ -499,28 +499,54 @@ Status decode_as(const Call& call, const Forward& results) {
   return Status::ok;
 }
 
+// Write token t of a batch row to row `to` of keys and values, and raise a bound on the norms of keys that may be null;
+// it is NaN where a key or value is not finite.
+template <typename W, typename In>
+void write_token(const Call& call, const NewTokens& tokens, int64_t b, int64_t g, int64_t t, int64_t to_b, int64_t to,
+                 W* bound) {
+  const In *key = row_of<In>(tokens.k, b, g, t), *value = row_of<In>(tokens.v, b, g, t);
+  const auto copy = [](const In* from, const In* there, int64_t size) {
+    __builtin_memcpy(const_cast<In*>(there), from, static_cast<size_t>(size) * sizeof(In));
+  };
+  copy(key, row_of<In>(call.k, to_b, g, to), call.D);
+  copy(value, row_of<In>(call.v, to_b, g, to), call.E);
+  if (!bound) return;
+  Vector<W> squares{};
+  W square = 0, nothing = 0;
+  int64_t d = 0;
+  for (; d + Format<In>::kLanes <= call.D; d += Format<In>::kLanes) squares = add_squares(squares, key + d);
+  for (; d < call.D; ++d) square += static_cast<W>(widen(key[d])) * static_cast<W>(widen(key[d]));
+  for (int64_t e = 0; e < call.E; ++e) nothing += static_cast<W>(widen(value[e])) * 0;
+  const W length = length_from(square + sum<W>(squares), key, call.D) * (1 + slack_of<W>(call.D));
+  *bound = larger_or_nan(*bound, length + nothing);
+}
+
 // Write new tokens to the last rows of the keys and values of a call, and raise the bound on the norms of its keys.
 // They are few: on the calling thread.
 template <typename W, typename In>
 void append_as(const Call& call, const NewTokens& tokens) {
-  const auto copy = [&](const Array& from, const Array& to, int64_t b, int64_t g, int64_t t, int64_t size) {
-    const In* row = row_of<In>(to, b, g, call.S - call.T + t);
-    __builtin_memcpy(const_cast<In*>(row), row_of<In>(from, b, g, t), static_cast<size_t>(size) * sizeof(In));
-  };
   for (int64_t head = 0; head < call.B * call.G; ++head) {
-    const int64_t b = head / call.G, g = head % call.G;
-    W& bound = static_cast<W*>(tokens.key_bound)[head];
-    for (int64_t t = 0; t < call.T; ++t) {
-      copy(tokens.k, call.k, b, g, t, call.D);
-      copy(tokens.v, call.v, b, g, t, call.E);
-      const In* key = row_of<In>(tokens.k, b, g, t);
-      Vector<W> squares{};
-      W square = 0;
-      int64_t d = 0;
-      for (; d + Format<In>::kLanes <= call.D; d += Format<In>::kLanes) squares = add_squares(squares, key + d);
-      for (; d < call.D; ++d) square += static_cast<W>(widen(key[d])) * static_cast<W>(widen(key[d]));
-      bound = larger_or_nan(bound, length_from(square + sum<W>(squares), key, call.D) * (1 + slack_of<W>(call.D)));
-    }
+    for (int64_t t = 0; t < call.T; ++t)
+      write_token<W, In>(call, tokens, head / call.G, head % call.G, t, head / call.G, call.S - call.T + t,
+                         static_cast<W*>(tokens.key_bound) + head);
+  }
+}
+
+// Write new tokens to the rows of pages that `slots` says. On the calling thread, too, which waits for memory.
+template <typename W, typename In>
+void write_as(const Call& call, const NewTokens& tokens, const int64_t* slots) {
+  W* norms = static_cast<W*>(tokens.key_bound);
+  const int64_t num_slots = call.num_pages * call.page_keys;
+  const auto is_slot = [&](int64_t slot) { return slot >= 0 && slot < num_slots; };
+  for (int64_t t = 0; norms && t < call.T; ++t) {
+    if (!is_slot(slots[t]) || slots[t] % call.page_keys != 0) continue;
+    for (int64_t g = 0; g < call.G; ++g) norms[slots[t] / call.page_keys * call.G + g] = 0;
+  }
+  for (int64_t t = 0; t < call.T; ++t) {
+    if (!is_slot(slots[t])) continue;
+    const int64_t page = slots[t] / call.page_keys, row = slots[t] % call.page_keys;
+    for (int64_t g = 0; g < call.G; ++g)
+      write_token<W, In>(call, tokens, 0, g, t, page, row, norms ? norms + page * call.G + g : nullptr);
   }
 }
 

@@ -111,6 +111,16 @@ def forward(call: Call, tokens: NewTokens, results: Forward) -> None: ...
 def forward(call: Call, sequences: Sequences, results: Forward) -> None: ...
 @overload
 def forward(call: Call, points: Points, results: Forward) -> None: ...
+def write(
+    call: Call,
+    tokens: NewTokens,
+    slots: int,
+    k: int,
+    v: int,
+    k_pages: int,
+    v_pages: int,
+    page_norms: int,
+) -> None: ...
 @overload
 def backward(call: Call, results: Backward) -> None: ...
 @overload

@@ -36,17 +36,18 @@ class Step:
     ) -> None:
         self._where = block_table, seq_lens, cu_seqlens_q
         self._slots = slots
-        self._rows: dict[Any, paged.Rows] = {}
+        self._writers: dict[Any, paged.Write] = {}
         self._layers: dict[Any, offsets.Layers | None] = {}
 
     def write(
         self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_norms: Tensor | None
     ) -> None:
-        """`write_pages` to the slots of the step; only these are checked."""
-        size = k_pages.shape[:2]
-        if size not in self._rows:
-            self._rows[size] = paged.rows_of("write_pages", self._slots, k_pages)
-        paged.write_rows(k, v, k_pages, v_pages, self._rows[size], page_norms)
+        """`write_pages` to the slots of the step, checked where none of its form was before."""
+        arrays = k, v, k_pages, v_pages, page_norms
+        form = tuple(map(_form, arrays))
+        if form not in self._writers:
+            self._writers[form] = paged.writer("write_pages", self._slots, *arrays)
+        self._writers[form](*arrays)
 
     def attention(
         self,
@@ -60,8 +61,8 @@ class Step:
         scale: float,
         window: tuple[int, int] | None = None,
     ) -> None:
-        """Fill `out` [total_q, H, E] with `attention_paged` of a layer, checked and described where
-        no layer of its form was before.
+        """Fill `out` [total_q, H, E] with `attention_paged` of a layer, checked where no layer of
+        its form was before.
 
         Args:
             slopes: [H], in float32 (float64 for q in float64).
@@ -96,8 +97,7 @@ class Step:
         asked = offsets.prepare(*paged.check("attention_paged", given, "auto", options))
         if (
             asked is None
-            or any(x.stride(-1) != 1 for x in (q, k_pages, v_pages))
-            or not (page_norms is None or page_norms.is_contiguous())
+            or not offsets.takes_as_they_lie(q, out, k_pages, v_pages, page_norms)
             or not out.is_contiguous()
             or (out.shape, out.dtype) != ((*q.shape[:2], v_pages.shape[-1]), q.dtype)
         ):
