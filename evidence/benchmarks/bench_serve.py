@@ -173,13 +173,16 @@ main(parser.parse_args())
 """
 
 
-def ask(folder: Path, port: int, prompt: int, at_once: int, tokens: int) -> dict[str, Any]:
-    """What the engine's client says of `2 * at_once` answers."""
+def ask(
+    folder: Path, port: int, prompt: int, at_once: int, answers: int, tokens: int
+) -> dict[str, Any]:
+    """What the engine's client says of so many answers."""
     told = folder / "client.json"
     command = [sys.executable, "-c", CLIENT, "--backend", "openai", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dataset-name", "random"]
     command += ["--random-input-len", str(prompt), "--random-output-len", str(tokens)]
-    command += ["--num-prompts", str(2 * at_once), "--max-concurrency", str(at_once)]
+    command += ["--num-prompts", str(answers), "--max-concurrency", str(at_once)]
+    command += ["--ready-check-timeout-sec", "0"]  # which would be one more such prompt
     command += ["--ignore-eos", "--disable-tqdm", "--save-detailed", "--save-result"]
     command += ["--result-filename", str(told)]
     subprocess.run(command, check=True, capture_output=True)
@@ -204,16 +207,18 @@ def whole_answers(options: argparse.Namespace) -> None:
                 for at_once in options.at_once:
                     for _ in range(options.rounds):
                         for name, (port, process) in servers.items():
-                            said = ask(folder, port, prompt, at_once, options.tokens)
+                            answers = options.turns * at_once
+                            said = ask(folder, port, prompt, at_once, answers, options.tokens)
                             line = {"case": f"serve-answers-{prompt}", "implementation": name}
-                            line |= {"at_once": at_once, "tokens": options.tokens}
+                            line |= {"at_once": at_once, "answers": answers}
+                            line |= {"tokens": options.tokens}
                             line |= {key: round(said[key], 3) for key in KEPT}
                             line |= {"peak_memory_bytes": most_memory(process)}
                             here = record.here()
                             here["versions"] |= VERSION
                             line |= {"dtype": options.answer_dtype, **here}
                             record.write(line, options.records)
-                            print({key: line[key] for key in list(line)[:8]}, flush=True)
+                            print({key: line[key] for key in list(line)[:9]}, flush=True)
 
 
 def main() -> None:
@@ -227,6 +232,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default=["float32", "bfloat16"], nargs="*")
     parser.add_argument("--answer-dtype", default="float32", help="of whole answers")
     parser.add_argument("--tokens", type=int, default=32, help="of a whole answer")
+    parser.add_argument("--turns", type=int, default=2, help="answers of each client in a round")
     parser.add_argument("--rounds", type=int, default=3, help="of whole answers")
     options = parser.parse_args()
     current_platform.import_kernels()
