@@ -14,7 +14,7 @@
 namespace linbias::LINBIAS_TARGET {
 namespace {
 
-constexpr int64_t kFewQueries = 4, kNearBlocks = 4, kSliceBlocks = 32;
+constexpr int64_t kFewQueries = 4, kNearBlocks = 4, kSliceBlocks = 16;
 
 // What a type's bits look like: those of |x| grow with |x|, and reach kInfinity where x is not finite.
 template <typename In>

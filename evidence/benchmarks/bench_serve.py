@@ -36,7 +36,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 import linbias
 import record
-from linbias.torch.packed.step import Step
+from linbias.torch.packed.step import Layer, Step
 
 H, D, PAGE = 16, 64, 128
 VLLM, OURS = "vLLM", "linbias in vLLM"
@@ -93,11 +93,12 @@ def attention_alone(B: int, T: int, S: int, dtype: str, options: argparse.Namesp
 
     both = torch.zeros(B * pages + 1, H, 2, PAGE, D, dtype=kind).transpose(1, 3).unbind(2)
     norms = torch.zeros(B * pages + 1, H)
+    layer = Layer(*both, slopes, norms, scale=D**-0.5)
     step = Step(table, lengths, starts, slots)
-    step.write(k, v, *both, norms)
+    step.write(layer, k, v)
 
     def by_linbias() -> torch.Tensor:
-        step.attention(q, *both, slopes, norms, out, scale=D**-0.5)
+        step.attention(layer, q, out)
         return out
 
     near = {"rtol": 0.0, "atol": 1e-5 if dtype == "float32" else 0.05}

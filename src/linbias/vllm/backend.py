@@ -7,7 +7,6 @@ before the values. A layer is therefore ours altogether, or the engine's.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
@@ -18,7 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
 )
 
-from linbias.torch.packed.step import Step
+from linbias.torch.packed import step
 
 _logger = init_logger("vllm.linbias")
 
@@ -91,26 +90,25 @@ class Layer(CPUAttentionBackendImpl):
                 " not; LINBIAS_VLLM=0 gives it to the engine's own attention"
             )
         if kv_cache is not self.cache:
-            self.cache, self.pages = kv_cache, _pages(kv_cache)
-            self.norms = kv_cache.new_zeros(kv_cache.shape[:2], dtype=torch.float32)
-        norms, tokens = self.norms if self.keeps_norms else None, asked.num_actual_tokens
-        step = _step(asked)
-        step.write(key[:tokens], value[:tokens], *self.pages, norms)
-        arrays = query[:tokens], *self.pages, self.alibi_slopes, norms, output[:tokens]
-        # The engine counts a query's own key as well.
-        window = None if self.sliding_window == -1 else (self.sliding_window - 1, 0)
-        step.attention(*arrays, scale=self.scale, window=window)
+            self.cache, norms = kv_cache, kv_cache.new_zeros(kv_cache.shape[:2]).float()
+            arrays = *_pages(kv_cache), self.alibi_slopes, norms if self.keeps_norms else None
+            # The engine counts a query's own key as well.
+            window = None if self.sliding_window == -1 else (self.sliding_window - 1, 0)
+            self.near_layer = step.Layer(*arrays, scale=self.scale, window=window)
+        here, tokens = _step(asked), asked.num_actual_tokens
+        here.write(self.near_layer, key[:tokens], value[:tokens])
+        here.attention(self.near_layer, query[:tokens], output[:tokens])
         return output
 
 
-def _step(asked: CPUAttentionMetadata) -> Step:
+def _step(asked: CPUAttentionMetadata) -> step.Step:
     """What all layers that get this metadata have in common, kept with it."""
-    step = getattr(asked, "near_to_far", None)
-    if step is None:
+    here = getattr(asked, "near_to_far", None)
+    if here is None:
         slots = asked.slot_mapping[: asked.num_actual_tokens]
-        step = Step(asked.block_table, asked.seq_lens, asked.query_start_loc, slots)
-        asked.near_to_far = step
-    return step
+        here = step.Step(asked.block_table, asked.seq_lens, asked.query_start_loc, slots)
+        asked.near_to_far = here
+    return here
 
 
 def _pages(kv_cache: Tensor) -> tuple[Tensor, ...]:

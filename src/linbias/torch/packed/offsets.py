@@ -197,36 +197,20 @@ class Layers:
     """
 
     def __init__(self, asked: Sequences) -> None:
-        self._asked = asked
+        self.num_sequences = len(asked.left)
         self._results = _empty(asked, only_out=asked.few)
         self._call, self._sequences, self._alive = _describe(asked)
         self._saved = _saved(self._results)
 
     def compute(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slopes: Tensor,
-        page_norms: Tensor | None,
-        out: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, left: Tensor, norms: Tensor | None, out: Tensor
     ) -> None:
         """Fill `out` [total_q, H, E]; all arrays are as those that were described, and contiguous
         where the core wants it.
         """
-        left = slopes.expand(self._asked.left.shape).contiguous()
         computed = self._results.out if self._results.out.dtype != out.dtype else out
-        core.forward_layer(
-            self._call,
-            self._sequences,
-            self._saved,
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            left.data_ptr(),
-            0 if page_norms is None else page_norms.data_ptr(),
-            computed.data_ptr(),
-        )
+        addresses = [0 if x is None else x.data_ptr() for x in (q, k, v, left, norms, computed)]
+        core.forward_layer(self._call, self._sequences, self._saved, *addresses)
         if computed is not out:
             out.copy_(computed)
 
