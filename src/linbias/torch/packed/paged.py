@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linbias import _request
 from linbias._request import Described, Rule, axes, keywords
-from linbias.torch.call import Slopes, as_slopes, describe, described, signature, widen
+from linbias.torch.call import Slopes, describe, described, signature
 from linbias.torch.operators.direct import unobserved
 from linbias.torch.operators.operator import without_autocast
 from linbias.torch.operators.values import known_values
@@ -18,7 +18,8 @@ from linbias.torch.packed import offsets, placing
 from linbias.torch.packed.offsets import Pages
 from linbias.torch.packed.placing import Placed
 from linbias.torch.packed.sequences import Packed
-from linbias.torch.packed.varlen import attention_varlen
+from linbias.torch.packed.varlen import Shared as Options
+from linbias.torch.packed.varlen import attention_varlen, take_slopes
 from linbias.torch.shard import refuse_shard
 
 _RULES = {
@@ -32,19 +33,6 @@ _RULES = {
     "v": Rule(axes("n G E"), "floats"),
     "slots": Rule(axes("n"), "integers"),
 }
-
-
-class Options(TypedDict, total=False):
-    """The keywords of `attention` that caches in pages have too."""
-
-    causal: bool
-    right_slopes: Slopes | None
-    scale: float | None
-    key_range: Tensor | None
-    query_start: Tensor | None
-    window: tuple[int, int] | None
-    query_range: Tensor | None
-    tolerance: float | None
 
 
 @keywords.show_keywords(Options)
@@ -234,13 +222,7 @@ def check(
                     " have; call it under torch.no_grad(), or attention_varlen"
                 )
     asked: dict[str, Any] = {**options}
-    widen(asked)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    sides = {"slopes": slopes, "right_slopes": asked.pop("right_slopes", None)}
-    left, right = (
-        None if x is None else as_slopes(function, name, x, wide, q.device)
-        for name, x in sides.items()
-    )
+    left, right = take_slopes(function, q, slopes, asked)
     call = Packed(
         q=q,
         k=k_pages,
