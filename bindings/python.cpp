@@ -158,6 +158,19 @@ NB_MODULE(_cpu, m) {
       },
       nb::arg("call"), nb::arg("tokens"), nb::arg("results"));
   m.def(
+      "write",
+      [](Call call, NewTokens tokens, std::uintptr_t slots, std::uintptr_t k, std::uintptr_t v, std::uintptr_t k_pages,
+         std::uintptr_t v_pages, std::uintptr_t page_norms) {
+        tokens.k.data = reinterpret_cast<void*>(k);
+        tokens.v.data = reinterpret_cast<void*>(v);
+        tokens.key_bound = reinterpret_cast<void*>(page_norms);
+        call.k.data = reinterpret_cast<void*>(k_pages);
+        call.v.data = reinterpret_cast<void*>(v_pages);
+        run([&] { return write(call, tokens, reinterpret_cast<const std::int64_t*>(slots)); });
+      },
+      nb::arg("call"), nb::arg("tokens"), nb::arg("slots"), nb::arg("k"), nb::arg("v"), nb::arg("k_pages"),
+      nb::arg("v_pages"), nb::arg("page_norms"));
+  m.def(
       "backward", [](const Call& call, const Backward& results) { run([&] { return backward(call, results); }); },
       nb::arg("call"), nb::arg("results"));
   m.def(
@@ -166,6 +179,21 @@ NB_MODULE(_cpu, m) {
         run([&] { return forward(call, sequences, results); });
       },
       nb::arg("call"), nb::arg("sequences"), nb::arg("results"));
+  // The same for a further layer, whose arrays differ in nothing but where they lie.
+  m.def(
+      "forward_layer",
+      [](Call call, Sequences sequences, Forward results, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v,
+         std::uintptr_t left, std::uintptr_t page_norms, std::uintptr_t out) {
+        call.q.data = reinterpret_cast<void*>(q);
+        call.k.data = reinterpret_cast<void*>(k);
+        call.v.data = reinterpret_cast<void*>(v);
+        call.left = reinterpret_cast<void*>(left);
+        sequences.page_norms = reinterpret_cast<void*>(page_norms);
+        results.out = reinterpret_cast<void*>(out);
+        run([&] { return forward(call, sequences, results); });
+      },
+      nb::arg("call"), nb::arg("sequences"), nb::arg("results"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
+      nb::arg("left"), nb::arg("page_norms"), nb::arg("out"));
   m.def(
       "backward",
       [](const Call& call, const Sequences& sequences, const Backward& results) {

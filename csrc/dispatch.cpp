@@ -24,15 +24,16 @@
 
 namespace linbias {
 
-#define LINBIAS_DECLARE(name)                                      \
-  namespace name {                                                 \
-  Status forward(const Call&, const Forward&);                     \
-  Status forward(const Call&, const NewTokens&, const Forward&);   \
-  Status backward(const Call&, const Backward&);                   \
-  Status forward(const Call&, const Sequences&, const Forward&);   \
-  Status backward(const Call&, const Sequences&, const Backward&); \
-  Status forward(const Call&, const Points&, const Forward&);      \
-  Status backward(const Call&, const Points&, const Backward&);    \
+#define LINBIAS_DECLARE(name)                                       \
+  namespace name {                                                  \
+  Status forward(const Call&, const Forward&);                      \
+  Status forward(const Call&, const NewTokens&, const Forward&);    \
+  Status write(const Call&, const NewTokens&, const std::int64_t*); \
+  Status backward(const Call&, const Backward&);                    \
+  Status forward(const Call&, const Sequences&, const Forward&);    \
+  Status backward(const Call&, const Sequences&, const Backward&);  \
+  Status forward(const Call&, const Points&, const Forward&);       \
+  Status backward(const Call&, const Points&, const Backward&);     \
   }
 LINBIAS_DECLARE(avx512_amx)
 LINBIAS_DECLARE(avx512_bf16)
@@ -50,6 +51,7 @@ struct Target {
   bool (*runs_here)();
   Status (*forward)(const Call&, const Forward&);
   Status (*forward_appended)(const Call&, const NewTokens&, const Forward&);
+  Status (*write)(const Call&, const NewTokens&, const std::int64_t*);
   Status (*backward)(const Call&, const Backward&);
   Status (*forward_sequences)(const Call&, const Sequences&, const Forward&);
   Status (*backward_sequences)(const Call&, const Sequences&, const Backward&);
@@ -117,8 +119,9 @@ const Cpu& cpu() {
 #endif
 
 // Those that CMakeLists.txt compiles, best first. On 64-bit Arm the baseline is NEON, which every such CPU has.
-#define LINBIAS_FUNCTIONS(name) \
-  name::forward, name::forward, name::backward, name::forward, name::backward, name::forward, name::backward
+#define LINBIAS_FUNCTIONS(name)                                                                            \
+  name::forward, name::forward, name::write, name::backward, name::forward, name::backward, name::forward, \
+      name::backward
 const Target kTargets[] = {
 #if defined(LINBIAS_TARGET_avx512_amx)
     {"avx512_amx", has_avx512_amx, LINBIAS_FUNCTIONS(avx512_amx)},
@@ -178,6 +181,9 @@ Status forward(const Call& call, const Forward& results) {
 }
 Status forward(const Call& call, const NewTokens& tokens, const Forward& results) {
   return current().forward_appended(with_possible_threads(call), tokens, results);
+}
+Status write(const Call& call, const NewTokens& tokens, const std::int64_t* slots) {
+  return current().write(call, tokens, slots);
 }
 Status backward(const Call& call, const Backward& results) {
   return current().backward(with_possible_threads(call), results);

@@ -110,6 +110,13 @@ Status forward(const Call& call, const NewTokens& tokens, const Forward& results
   });
 }
 
+Status write(const Call& call, const NewTokens& tokens, const int64_t* slots) {
+  return with_types(call, [&]<typename W, typename In>(W, In) {
+    write_as<W, In>(call, tokens, slots);
+    return Status::ok;
+  });
+}
+
 Status backward(const Call& call, const Backward& results) {
   return with_types(call, [&]<typename W, typename In>(W, In) { return backward_as<W, In>(call, results); });
 }

@@ -14,7 +14,7 @@
 namespace linbias::LINBIAS_TARGET {
 namespace {
 
-constexpr int64_t kFewQueries = 4, kNearBlocks = 4, kSliceBlocks = 32;
+constexpr int64_t kFewQueries = 4, kNearBlocks = 4, kSliceBlocks = 16;
 
 // What a type's bits look like: those of |x| grow with |x|, and reach kInfinity where x is not finite.
 template <typename In>
@@ -345,17 +345,7 @@ struct DecodeTask {
       products(row, key + i * key_step, key_step, count - i - 1, row.score + i);
     }
     prefetch_keys(row, following);
-    W high = -kInfinity<W>;
-    for (i = 0; i < kKeys; ++i) {
-      const int64_t distance = row.order - from - i;
-      const Side side = distance >= 0 ? kLeft : kRight;
-      const bool hidden = i >= count || from + i < row.first_seen || (distance != 0 && row.hidden[side]);
-      W reach = static_cast<W>(distance > 0 ? distance : -distance);
-      if (row.positions)
-        reach = i < count ? static_cast<W>(__builtin_fabs(row.query_position - row.positions[from + i])) : W{0};
-      row.score[i] = hidden ? -kInfinity<W> : row.score[i] - row.slope[side] * reach;
-      high = row.score[i] > high ? row.score[i] : high;
-    }
+    const W high = add_biases(row, from, count);
     if (high > row.row_max) {
       const W shrink = exponential<W>(broadcast(row.row_max - high))[0];
       row.row_max = high;
@@ -373,6 +363,31 @@ struct DecodeTask {
     add_values(row, value, value_step, count);
   }
 
+  // Add the biases to the scores of the keys from `from` on, and return the highest; a key that the row does not see
+  // has -infinity.
+  LINBIAS_INLINE W add_biases(Row& row, int64_t from, int64_t count) const {
+    const int64_t order = row.order - from;
+    int64_t first = larger_of(int64_t{0}, row.first_seen - from), end = count;
+    if (row.hidden[kLeft]) first = larger_of(first, order);
+    if (row.hidden[kRight]) end = smaller_of(end, order + 1);
+    alignas(64) W far[kKeys];
+    for (int64_t i = 0; row.positions && i < kKeys; ++i)
+      far[i] = i < count ? static_cast<W>(__builtin_fabs(row.query_position - row.positions[from + i])) : W{0};
+    Vector<W> ramp, highest = broadcast(-kInfinity<W>);
+    for (int lane = 0; lane < kLanes; ++lane) ramp[lane] = static_cast<W>(lane);
+    for (int64_t i = 0; i < kKeys; i += kLanes) {
+      const Vector<W> key = ramp + static_cast<W>(i), ahead = key - static_cast<W>(order);
+      const Vector<W> slope = ahead > 0 ? broadcast(row.slope[kRight]) : broadcast(row.slope[kLeft]);
+      const Vector<W> reach = row.positions ? load(far + i) : larger<W>(ahead, -ahead);
+      const Vector<W> score = load(row.score + i) - slope * reach;
+      const Vector<W> shown =
+          key >= static_cast<W>(first) && key < static_cast<W>(end) ? score : broadcast(-kInfinity<W>);
+      store<W>(row.score + i, shown);
+      highest = larger<W>(shown, highest);  // NaN is passed over
+    }
+    return largest<W>(highest)[0];
+  }
+
   LINBIAS_INLINE void add_values(Row& row, const In* value, int64_t step, int64_t count) const {
     int64_t e = 0;
     for (; e + 4 * kLanes <= call.E; e += 4 * kLanes) add_columns<4>(row, value, step, count, e);
@@ -388,7 +403,7 @@ struct DecodeTask {
   // Some vectors of the values' columns, from e on: as many sums at a time as hide the time that adding takes.
   template <int kVectors>
   LINBIAS_INLINE void add_columns(Row& row, const In* value, int64_t step, int64_t count, int64_t e) const {
-    constexpr int kKeysAtOnce = 4 / kVectors;
+    constexpr int kKeysAtOnce = 8 / kVectors;
     Vector<W> totals[kKeysAtOnce][kVectors] = {};
     const auto add = [&](int at, int64_t i) {
 #pragma GCC unroll 4
@@ -484,28 +499,54 @@ Status decode_as(const Call& call, const Forward& results) {
   return Status::ok;
 }
 
+// Write token t of a batch row to row `to` of keys and values, and raise a bound on the norms of keys that may be null;
+// it is NaN where a key or value is not finite.
+template <typename W, typename In>
+void write_token(const Call& call, const NewTokens& tokens, int64_t b, int64_t g, int64_t t, int64_t to_b, int64_t to,
+                 W* bound) {
+  const In *key = row_of<In>(tokens.k, b, g, t), *value = row_of<In>(tokens.v, b, g, t);
+  const auto copy = [](const In* from, const In* there, int64_t size) {
+    __builtin_memcpy(const_cast<In*>(there), from, static_cast<size_t>(size) * sizeof(In));
+  };
+  copy(key, row_of<In>(call.k, to_b, g, to), call.D);
+  copy(value, row_of<In>(call.v, to_b, g, to), call.E);
+  if (!bound) return;
+  Vector<W> squares{};
+  W square = 0, nothing = 0;
+  int64_t d = 0;
+  for (; d + Format<In>::kLanes <= call.D; d += Format<In>::kLanes) squares = add_squares(squares, key + d);
+  for (; d < call.D; ++d) square += static_cast<W>(widen(key[d])) * static_cast<W>(widen(key[d]));
+  for (int64_t e = 0; e < call.E; ++e) nothing += static_cast<W>(widen(value[e])) * 0;
+  const W length = length_from(square + sum<W>(squares), key, call.D) * (1 + slack_of<W>(call.D));
+  *bound = larger_or_nan(*bound, length + nothing);
+}
+
 // Write new tokens to the last rows of the keys and values of a call, and raise the bound on the norms of its keys.
 // They are few: on the calling thread.
 template <typename W, typename In>
 void append_as(const Call& call, const NewTokens& tokens) {
-  const auto copy = [&](const Array& from, const Array& to, int64_t b, int64_t g, int64_t t, int64_t size) {
-    const In* row = row_of<In>(to, b, g, call.S - call.T + t);
-    __builtin_memcpy(const_cast<In*>(row), row_of<In>(from, b, g, t), static_cast<size_t>(size) * sizeof(In));
-  };
   for (int64_t head = 0; head < call.B * call.G; ++head) {
-    const int64_t b = head / call.G, g = head % call.G;
-    W& bound = static_cast<W*>(tokens.key_bound)[head];
-    for (int64_t t = 0; t < call.T; ++t) {
-      copy(tokens.k, call.k, b, g, t, call.D);
-      copy(tokens.v, call.v, b, g, t, call.E);
-      const In* key = row_of<In>(tokens.k, b, g, t);
-      Vector<W> squares{};
-      W square = 0;
-      int64_t d = 0;
-      for (; d + Format<In>::kLanes <= call.D; d += Format<In>::kLanes) squares = add_squares(squares, key + d);
-      for (; d < call.D; ++d) square += static_cast<W>(widen(key[d])) * static_cast<W>(widen(key[d]));
-      bound = larger_or_nan(bound, length_from(square + sum<W>(squares), key, call.D) * (1 + slack_of<W>(call.D)));
-    }
+    for (int64_t t = 0; t < call.T; ++t)
+      write_token<W, In>(call, tokens, head / call.G, head % call.G, t, head / call.G, call.S - call.T + t,
+                         static_cast<W*>(tokens.key_bound) + head);
+  }
+}
+
+// Write new tokens to the rows of pages that `slots` says. On the calling thread, too, which waits for memory.
+template <typename W, typename In>
+void write_as(const Call& call, const NewTokens& tokens, const int64_t* slots) {
+  W* norms = static_cast<W*>(tokens.key_bound);
+  const int64_t num_slots = call.num_pages * call.page_keys;
+  const auto is_slot = [&](int64_t slot) { return slot >= 0 && slot < num_slots; };
+  for (int64_t t = 0; norms && t < call.T; ++t) {
+    if (!is_slot(slots[t]) || slots[t] % call.page_keys != 0) continue;
+    for (int64_t g = 0; g < call.G; ++g) norms[slots[t] / call.page_keys * call.G + g] = 0;
+  }
+  for (int64_t t = 0; t < call.T; ++t) {
+    if (!is_slot(slots[t])) continue;
+    const int64_t page = slots[t] / call.page_keys, row = slots[t] % call.page_keys;
+    for (int64_t g = 0; g < call.G; ++g)
+      write_token<W, In>(call, tokens, 0, g, t, page, row, norms ? norms + page * call.G + g : nullptr);
   }
 }
 

@@ -36,7 +36,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 import linbias
 import record
-from linbias.torch.packed.step import Step
+from linbias.torch.packed.step import Layer, Step
 
 H, D, PAGE = 16, 64, 128
 VLLM, OURS = "vLLM", "linbias in vLLM"
@@ -93,14 +93,16 @@ def attention_alone(B: int, T: int, S: int, dtype: str, options: argparse.Namesp
 
     both = torch.zeros(B * pages + 1, H, 2, PAGE, D, dtype=kind).transpose(1, 3).unbind(2)
     norms = torch.zeros(B * pages + 1, H)
+    layer = Layer(*both, slopes, norms, scale=D**-0.5)
     step = Step(table, lengths, starts, slots)
-    step.write(k, v, *both, norms)
+    step.write(layer, k, v)
 
     def by_linbias() -> torch.Tensor:
-        return step.attention(q, *both, slopes, norms, scale=D**-0.5)
+        step.attention(layer, q, out)
+        return out
 
     near = {"rtol": 0.0, "atol": 1e-5 if dtype == "float32" else 0.05}
-    torch.testing.assert_close(by_linbias(), by_engine(), **near)
+    torch.testing.assert_close(by_linbias().clone(), by_engine(), **near)
     case = f"serve-decode-{S}" if T == 1 else f"serve-prefill-{S}"
     fields = record.fields(case, (B, H, T, D), (B, H, S, D), dtype)
     more = {name: {"versions": record.here()["versions"] | VERSION} for name in (VLLM, OURS)}
@@ -172,13 +174,16 @@ main(parser.parse_args())
 """
 
 
-def ask(folder: Path, port: int, prompt: int, at_once: int, tokens: int) -> dict[str, Any]:
-    """What the engine's client says of `2 * at_once` answers."""
+def ask(
+    folder: Path, port: int, prompt: int, at_once: int, answers: int, tokens: int
+) -> dict[str, Any]:
+    """What the engine's client says of so many answers."""
     told = folder / "client.json"
     command = [sys.executable, "-c", CLIENT, "--backend", "openai", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dataset-name", "random"]
     command += ["--random-input-len", str(prompt), "--random-output-len", str(tokens)]
-    command += ["--num-prompts", str(2 * at_once), "--max-concurrency", str(at_once)]
+    command += ["--num-prompts", str(answers), "--max-concurrency", str(at_once)]
+    command += ["--ready-check-timeout-sec", "0"]  # which would be one more such prompt
     command += ["--ignore-eos", "--disable-tqdm", "--save-detailed", "--save-result"]
     command += ["--result-filename", str(told)]
     subprocess.run(command, check=True, capture_output=True)
@@ -203,16 +208,18 @@ def whole_answers(options: argparse.Namespace) -> None:
                 for at_once in options.at_once:
                     for _ in range(options.rounds):
                         for name, (port, process) in servers.items():
-                            said = ask(folder, port, prompt, at_once, options.tokens)
+                            answers = options.turns * at_once
+                            said = ask(folder, port, prompt, at_once, answers, options.tokens)
                             line = {"case": f"serve-answers-{prompt}", "implementation": name}
-                            line |= {"at_once": at_once, "tokens": options.tokens}
+                            line |= {"at_once": at_once, "answers": answers}
+                            line |= {"tokens": options.tokens}
                             line |= {key: round(said[key], 3) for key in KEPT}
                             line |= {"peak_memory_bytes": most_memory(process)}
                             here = record.here()
                             here["versions"] |= VERSION
                             line |= {"dtype": options.answer_dtype, **here}
                             record.write(line, options.records)
-                            print({key: line[key] for key in list(line)[:8]}, flush=True)
+                            print({key: line[key] for key in list(line)[:9]}, flush=True)
 
 
 def main() -> None:
@@ -226,6 +233,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default=["float32", "bfloat16"], nargs="*")
     parser.add_argument("--answer-dtype", default="float32", help="of whole answers")
     parser.add_argument("--tokens", type=int, default=32, help="of a whole answer")
+    parser.add_argument("--turns", type=int, default=2, help="answers of each client in a round")
     parser.add_argument("--rounds", type=int, default=3, help="of whole answers")
     options = parser.parse_args()
     current_platform.import_kernels()

@@ -5,7 +5,7 @@ import torch
 
 import linbias
 from linbias.torch import attention_paged, write_pages
-from linbias.torch.packed.step import Step
+from linbias.torch.packed.step import Layer, Step
 
 PAGES, SIZE, G, H, D = 13, 8, 2, 6, 16
 TABLE = torch.tensor([[7, 2, 11, 0], [3, 9, 1, 5]], dtype=torch.int32)
@@ -31,27 +31,64 @@ def test_layers_share_what_is_checked_and_nothing_else(dtype, window):
         slopes = torch.tensor(linbias.slopes(H, max_bias=4.0 + seed)).float()
         other, other_norms = pages.clone(), norms.clone()
         write_pages(k, v, *other, SLOTS, other_norms)
-        step.write(k, v, *pages, norms)
+        own = Layer(*pages, slopes, norms, scale=scale, window=window)
+        step.write(own, k, v)
         assert torch.equal(pages, other)
         assert torch.equal(norms, other_norms)
         given = {"cu_seqlens_q": ENDS, "page_norms": norms, "scale": scale, "window": window}
         expected = attention_paged(q, *pages, TABLE, LENGTHS, slopes, **given)
-        out = step.attention(q, *pages, slopes, norms, scale=scale, window=window)
+        out = torch.empty_like(q)
+        step.attention(own, q, out)
         assert torch.equal(out, expected)
+
+
+def strided(x):
+    """The same numbers, every second row of a wider array."""
+    return x.repeat_interleave(2, dim=1)[:, ::2]
+
+
+def test_a_layer_of_another_form_gets_no_description_of_the_first():
+    """The core takes arrays at their word: each of these would be read as what it is not."""
+    step = Step(TABLE, LENGTHS, ENDS, SLOTS)
+    (q, _, _), (keys, values), norms = layer(0, torch.float32)
+    slopes = torch.tensor(linbias.slopes(H)).float()
+    narrow = [x.bfloat16() for x in (q, keys, values)]
+    wide = [x.double() for x in (q, keys, values, slopes, norms)]
+    for q_, keys_, values_, slopes_, norms_ in (
+        (q, keys, values, slopes, norms),
+        (strided(q), keys, values, slopes, norms),
+        (q, keys.contiguous(), values, slopes, norms),
+        (q, keys, values.contiguous(), slopes, norms),
+        (q, keys, values.mT.contiguous().mT, slopes, norms),
+        (q, keys, values, slopes, None),
+        (q, keys, values, slopes, norms.T.contiguous().T),
+        (q, keys, values, strided(slopes[None])[0], norms),
+        (q[..., :8], keys[..., :8], values, slopes, norms),
+        (*narrow, slopes, norms),
+        (*wide,),
+    ):
+        given = {"cu_seqlens_q": ENDS, "page_norms": norms_, "scale": 0.25}
+        expected = attention_paged(q_, keys_, values_, TABLE, LENGTHS, slopes_, **given)
+        for out in (torch.empty_like(expected), strided(torch.empty_like(expected))):
+            own = Layer(keys_, values_, slopes_, norms_, scale=0.25)
+            step.attention(own, q_, out)
+            torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 def test_padding_is_written_nowhere():
     (_, k, v), pages, norms = layer(0, torch.float32)
     before = pages.clone()
-    Step(TABLE, LENGTHS, ENDS, torch.full((6,), -1)).write(k, v, *pages, norms)
+    own = Layer(*pages, torch.ones(H), norms, scale=1.0)
+    Step(TABLE, LENGTHS, ENDS, torch.full((6,), -1)).write(own, k, v)
     assert torch.equal(pages, before)
 
 
 def test_the_first_layer_of_a_shape_is_checked():
     (q, k, v), pages, norms = layer(0, torch.float32)
     slopes = torch.tensor(linbias.slopes(H)).float()
+    own = Layer(*pages, slopes, norms, scale=1.0)
     step = Step(TABLE, LENGTHS + 3, ENDS, SLOTS + PAGES * SIZE)
     with pytest.raises(ValueError, match="write_pages: slots must be below 104"):
-        step.write(k, v, *pages, norms)
+        step.write(own, k, v)
     with pytest.raises(ValueError, match="attention_paged: seq_lens must be in"):
-        step.attention(q, *pages, slopes, norms, scale=1.0)
+        step.attention(own, q, torch.empty_like(q))

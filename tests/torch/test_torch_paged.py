@@ -181,8 +181,9 @@ def test_mixed_lengths_in_one_call_and_pages_beyond_reach(page_size, dtype):
         )
 
 
-def test_norms_start_again_with_a_page_and_say_what_is_not_finite():
-    k_pages, v_pages = torch.zeros(2, 3, 4, 2, 3)
+@pytest.mark.parametrize("rows_first", (True, False))  # by the core, and by PyTorch
+def test_norms_start_again_with_a_page_and_say_what_is_not_finite(rows_first):
+    k_pages, v_pages = torch.zeros(2, 3, 4, 2, 3) if rows_first else torch.zeros(2, 3, 4, 3, 2).mT
     norms = torch.zeros(3, 2)
     k = torch.zeros(4, 2, 3)
     k[:, 0, 0] = torch.tensor([5.0, 1.0, 2.0, 1e-30])

@@ -94,7 +94,8 @@ struct Forward {
 // New tokens of a cache: what becomes the last T rows of a call's keys and values.
 struct NewTokens {
   Array k, v;                 // [B, G, T, D], [B, G, T, E]
-  void* key_bound = nullptr;  // [B, G], wide: that of the call, raised to new keys' norms; NaN where one is not finite
+  void* key_bound = nullptr;  // [B, G], wide: that of the call, raised to new keys' norms; NaN where one, or a value,
+                              // is not finite
 };
 
 // Sequences of lengths of their own in one call, whose B is 1 and whose T and S are the rows of all of them: sequence i
@@ -129,6 +130,10 @@ enum class Status : std::int32_t { ok = 0, out_of_memory = 1 };
 
 Status forward(const Call& call, const Forward& results);
 Status forward(const Call& call, const NewTokens& tokens, const Forward& results);  // after writing them
+// Write new tokens [1, G, T, size] to pages, of which a call has the form: token t to row slots[t] % page_keys of page
+// slots[t] / page_keys, or nowhere where there is none. `key_bound` is [num_pages, G], or null; that of a page starts
+// again where its first row is written.
+Status write(const Call& call, const NewTokens& tokens, const std::int64_t* slots);
 Status backward(const Call& call, const Backward& results);
 Status forward(const Call& call, const Sequences& sequences, const Forward& results);
 Status backward(const Call& call, const Sequences& sequences, const Backward& results);

@@ -23,6 +23,8 @@ try:
     from linbias._cpu import Sequences as Sequences
     from linbias._cpu import backward as backward
     from linbias._cpu import forward as forward
+    from linbias._cpu import forward_layer as forward_layer
+    from linbias._cpu import write as write
 
     DTYPES = {dtype.name: dtype for dtype in _cpu.DType}
     TILE_ROWS, BLOCK_KEYS = _cpu.TILE_ROWS, _cpu.BLOCK_KEYS

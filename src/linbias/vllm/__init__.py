@@ -32,8 +32,7 @@ def register() -> None:
     if os.environ.get("LINBIAS_VLLM", "1") == "0":
         return
     try:
-        reason = why_not()
-        if reason is None:
+        if (reason := why_not()) is None:
             _register()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"

@@ -61,8 +61,7 @@ def group_heads(model: nn.Module, vllm_config: VllmConfig, family: Family) -> No
     asked = os.environ.get("LINBIAS_VLLM_GROUPS", "0")
     if not asked.isdecimal():
         raise ValueError(f"LINBIAS_VLLM_GROUPS must be a number of heads, got {asked!r}")
-    size = int(asked)
-    if size < 1 or not getattr(first.impl, "near_to_far", False):
+    if (size := int(asked)) < 1 or not getattr(first.impl, "near_to_far", False):
         return
     reason = "groups need one rank"
     if vllm_config.parallel_config.tensor_parallel_size == 1:
@@ -75,42 +74,30 @@ def group_heads(model: nn.Module, vllm_config: VllmConfig, family: Family) -> No
     windows = np.ceil(reach(slopes, found, tolerance=_TOLERANCE)).clip(min=1)
     order = np.argsort(-slopes, kind="stable").tolist()
     heads = [order[i : i + size] for i in range(0, len(order), size)]
-    longest, most = vllm_config.model_config.max_model_len, []
-    for group in heads:
-        keys = windows[group].max()
-        most.append(int(keys) if keys < longest else None)
-    _logger.info_once(
-        "linbias: heads in groups of %d keep so many keys: %s",
-        size,
-        ", ".join("all" if keys is None else str(keys) for keys in most),
-    )
+    longest = vllm_config.model_config.max_model_len
+    most = [int(keys) if keys < longest else None for keys in (windows[x].max() for x in heads)]
+    said = "linbias: heads in groups of %d keep so many keys, None for all: %s"
+    _logger.info_once(said, size, str(most))
     for name, layer in layers.items():
         del vllm_config.compilation_config.static_forward_context[layer.layer_name]
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, Groups(layer, heads, most, vllm_config))
+        model.set_submodule(name, Groups(layer, heads, most, vllm_config))
 
 
 class Groups(nn.Module):
     """In the place of a layer of attention: one for each group of its heads."""
 
     def __init__(
-        self,
-        layer: Attention,
-        heads: list[list[int]],
-        windows: list[int | None],
-        vllm_config: VllmConfig,
+        self, layer: Attention, heads: list[list[int]], windows: list[int | None], of: VllmConfig
     ) -> None:
         super().__init__()
         self.head_size, self.sizes = layer.head_size, [len(group) for group in heads]
-        slopes = layer.impl.alibi_slopes.tolist()
+        slopes, alike = layer.impl.alibi_slopes.tolist(), (layer.head_size, layer.impl.scale)
         self.layers = nn.ModuleList(
             Attention(
                 len(group),
-                layer.head_size,
-                layer.impl.scale,
+                *alike,
                 alibi_slopes=[slopes[head] for head in group],
-                cache_config=vllm_config.cache_config,
-                quant_config=vllm_config.quant_config,
+                **{"cache_config": of.cache_config, "quant_config": of.quant_config},
                 per_layer_sliding_window=window,
                 prefix=f"{layer.layer_name}.group{i}",
             )
@@ -131,23 +118,22 @@ class Groups(nn.Module):
         return out[:, self.back].flatten(1)
 
 
-Weights = dict[int, dict[str, Tensor]]
-
-
-def _weights(model: nn.Module, vllm_config: VllmConfig, family: Family) -> Weights:
+def _weights(
+    model: nn.Module, vllm_config: VllmConfig, family: Family
+) -> dict[int, dict[str, Tensor]]:
     """The norm and the projections of each layer, as they lie in the files."""
     read = getattr(get_model_loader(vllm_config.load_config), "get_all_weights", None)
     stored: Iterable[tuple[str, Tensor]] = read(vllm_config.model_config, model) if read else ()
     names = "|".join(re.escape(name) for name in (family.norm, family.projections))
     pattern = re.compile(rf"(\d+)\.((?:{names})\.(?:weight|bias))$")
-    found: Weights = defaultdict(dict)
+    found: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, weight in stored:
         if match := pattern.search(name):
             found[int(match[1])][match[2]] = weight.double()
     return found
 
 
-def _leads(weights: Weights, family: Family, num_heads: int, scale: float) -> Any:
+def _leads(weights: dict[int, Any], family: Family, num_heads: int, scale: float) -> Any:
     """[H]: the most by which a key's score leads the query's own in any layer; None: unknown."""
     leads = []
     for layer in weights.values():
@@ -158,7 +144,7 @@ def _leads(weights: Weights, family: Family, num_heads: int, scale: float) -> An
         shift = layer.get(f"{family.norm}.bias", torch.zeros_like(gain))
         bias = layer.get(f"{family.projections}.bias", rows.new_zeros(len(rows))) + rows @ shift
         shape = (num_heads, 3, -1) if family.by_head else (3, num_heads, -1)
-        F, f = (rows * gain).unflatten(0, shape), bias.unflatten(0, shape)
+        F, f = (x.unflatten(0, shape) for x in (rows * gain, bias))
         if family.by_head:
             F, f = F.transpose(0, 1), f.transpose(0, 1)
         norm: Any = {"radius": math.sqrt(gain.numel()), "scale": scale, "centred": True}

@@ -1,16 +1,13 @@
 """MPT, which vLLM knew until 0.28, out of its parallel layers."""
 
+from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
 from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import (
@@ -19,10 +16,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    VocabParallelEmbedding,
-)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.utils import AutoWeightsLoader, make_layers, maybe_prefix
 from vllm.sequence import IntermediateTensors
@@ -57,18 +51,13 @@ def _check(config: Any) -> None:
 class MptAttention(nn.Module):
     def __init__(self, config: Any, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        asked, ranks = config.attn_config, get_tensor_model_parallel_world_size()
-        size, num_heads = config.d_model // config.n_heads, config.n_heads // ranks
-        rest = {"bias": not config.no_bias, "quant_config": vllm_config.quant_config}
-        self.clip = asked.clip_qkv
-        self.Wqkv = QKVParallelLinear(
-            config.d_model, size, config.n_heads, prefix=f"{prefix}.Wqkv", **rest
-        )
-        self.out_proj = RowParallelLinear(
-            config.d_model, config.d_model, prefix=f"{prefix}.out_proj", **rest
-        )
+        asked, rest = config.attn_config, _rest(config, vllm_config)
+        width, size, self.clip = config.d_model, config.d_model // config.n_heads, asked.clip_qkv
+        self.Wqkv = QKVParallelLinear(width, size, config.n_heads, prefix=f"{prefix}.Wqkv", **rest)
+        self.out_proj = RowParallelLinear(width, width, prefix=f"{prefix}.out_proj", **rest)
+        num_heads = self.Wqkv.num_heads  # of this rank
+        first = self.Wqkv.tp_rank * num_heads
         steps = slopes(config.n_heads, "mpt", asked.alibi_bias_max)
-        first = get_tensor_model_parallel_rank() * num_heads
         self.attn = Attention(
             num_heads,
             size,
@@ -80,26 +69,23 @@ class MptAttention(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv, _ = self.Wqkv(x)
-        if self.clip:
-            qkv = qkv.clamp(-self.clip, self.clip)
-        out, _ = self.out_proj(self.attn(*qkv.chunk(3, dim=-1)))
-        return out
+        qkv = self.Wqkv(x)
+        qkv = qkv.clamp(-self.clip, self.clip) if self.clip else qkv
+        return self.out_proj(self.attn(*qkv.chunk(3, dim=-1)))
 
 
-class MptFeedForward(nn.Module):
+def _rest(config: Any, vllm_config: VllmConfig) -> dict[str, Any]:
+    quantized = {"quant_config": vllm_config.quant_config}
+    return {"bias": not config.no_bias, "return_bias": False, **quantized}
+
+
+class MptFeedForward(nn.Sequential):
     def __init__(self, config: Any, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__()
         width, inner = config.d_model, config.expansion_ratio * config.d_model
-        rest = {"bias": not config.no_bias, "quant_config": vllm_config.quant_config}
-        self.up_proj = ColumnParallelLinear(width, inner, prefix=f"{prefix}.up_proj", **rest)
-        self.act = get_act_fn("gelu")
-        self.down_proj = RowParallelLinear(inner, width, prefix=f"{prefix}.down_proj", **rest)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner, _ = self.up_proj(x)
-        out, _ = self.down_proj(self.act(inner))
-        return out
+        rest = _rest(config, vllm_config)
+        up = ColumnParallelLinear(width, inner, prefix=f"{prefix}.up_proj", **rest)
+        down = RowParallelLinear(inner, width, prefix=f"{prefix}.down_proj", **rest)
+        super().__init__(OrderedDict(up_proj=up, act=get_act_fn("gelu"), down_proj=down))
 
 
 class MptBlock(nn.Module):
@@ -124,53 +110,9 @@ class MptModel(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.wte = VocabParallelEmbedding(config.vocab_size, config.d_model)
-        _, _, self.blocks = make_layers(
-            config.n_layers,
-            lambda prefix: MptBlock(config, vllm_config, prefix),
-            prefix=f"{prefix}.blocks",
-        )
+        block = partial(MptBlock, config, vllm_config)
+        _, _, self.blocks = make_layers(config.n_layers, block, f"{prefix}.blocks")
         self.norm_f = _norm(config)
-
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return self.wte(input_ids)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
-        for block in self.blocks:
-            x = block(x)
-        return self.norm_f(x)
-
-
-class MptForCausalLM(nn.Module, SupportsQuant):
-    """MPT as Transformers keeps its weights; in one stage of a pipeline.
-
-    Raises:
-        ValueError: The configuration asks for what is not built here.
-    """
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
-        config = vllm_config.model_config.hf_config
-        _check(config)
-        self.transformer = MptModel(
-            vllm_config=vllm_config, prefix=maybe_prefix(prefix, "transformer")
-        )
-        head = ParallelLMHead(
-            config.vocab_size, config.d_model, prefix=maybe_prefix(prefix, "lm_head")
-        )
-        self.lm_head = head.tie_weights(self.transformer.wte)
-        self.logits_processor = LogitsProcessor(config.vocab_size)
-        if not config.attn_config.clip_qkv:  # what is clipped is not linear
-            group_heads(self, vllm_config, MPT)
-
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return self.transformer.embed_input_ids(input_ids)
 
     def forward(
         self,
@@ -179,14 +121,41 @@ class MptForCausalLM(nn.Module, SupportsQuant):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        return self.transformer(input_ids, positions, intermediate_tensors, inputs_embeds)
+        x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        for block in self.blocks:
+            x = block(x)
+        return self.norm_f(x)
+
+
+class MptForCausalLM(nn.Module, SupportsQuant):
+    """MPT as Transformers keeps its weights, in one stage of a pipeline.
+
+    Raises a ValueError where the configuration asks for what is not built here.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        _check(config)
+        named = maybe_prefix(prefix, "transformer")
+        self.transformer = MptModel(vllm_config=vllm_config, prefix=named)
+        self.lm_head = self.transformer.wte  # whose weights it has
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+        if not config.attn_config.clip_qkv:  # what is clipped is not linear
+            group_heads(self, vllm_config, MPT)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.transformer.wte(input_ids)
+
+    def forward(self, input_ids: Tensor | None, positions: Tensor, **rest: Any) -> Tensor:
+        return self.transformer(input_ids, positions, **rest)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         named = (
-            (name if name.startswith("transformer.") else f"transformer.{name}", weight)
+            (f"transformer.{name.removeprefix('transformer.')}", weight)
             for name, weight in weights
             if not name.startswith("lm_head.")
         )

@@ -191,20 +191,89 @@ def forward(asked: Sequences, only_out: bool = False) -> Results:
     """
     if asked.implementation == triton.NAME:
         return by_triton.forward(asked)
-    q, v, left = asked.q, asked.v, asked.left
-    total, H, _ = q.shape
-    narrow = q.dtype == torch.bfloat16 and not asked.precise  # written in it at once
-    tiles = 2 * (total // core.TILE_ROWS + len(left))
-    out = (q if narrow else left).new_empty(total, H, v.shape[-1])
-    if only_out:
-        results = Results(out, *[_NOTHING] * 3)
-    else:
-        rows, visited = (total, H), torch.zeros(H, tiles, 2, dtype=torch.int32)
-        results = Results(out, left.new_empty(rows), left.new_empty(rows), visited)
+    results = _empty(asked, only_out)
     call, sequences, alive = _describe(asked)
     core.forward(call, sequences, _saved(results))
     del alive
     return results
+
+
+class Layers:
+    """Calls of the core that differ in nothing but where their arrays lie, described once.
+
+    For one token to describe a call takes longer than to compute it.
+    """
+
+    def __init__(self, asked: Sequences) -> None:
+        self.num_sequences = len(asked.left)
+        self._results = _empty(asked, only_out=asked.few)
+        self._call, self._sequences, self._alive = _describe(asked)
+        self._saved = _saved(self._results)
+
+    def compute(
+        self, q: Tensor, k: Tensor, v: Tensor, left: Tensor, norms: Tensor | None, out: Tensor
+    ) -> None:
+        """Fill `out` [total_q, H, E]; all arrays are as those that were described, and contiguous
+        where the core wants it.
+        """
+        computed = self._results.out if self._results.out.dtype != out.dtype else out
+        addresses = [0 if x is None else x.data_ptr() for x in (q, k, v, left, norms, computed)]
+        core.forward_layer(self._call, self._sequences, self._saved, *addresses)
+        if computed is not out:
+            out.copy_(computed)
+
+
+class Writer:
+    """Writes of new tokens to slots of pages, described once for all arrays of one form."""
+
+    def __init__(self, slots: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor):
+        self._slots = slots.to("cpu", torch.int64).contiguous()
+        (T, G, D), nowhere, copies = k.shape, core.Array(0, 0, 0, 0), []
+        rows = [_rows(x, copies) for x in (k_pages, v_pages, k, v)]
+        self._call = core.Call(
+            dtype=DTYPES[k.dtype],
+            **{"B": 1, "H": G, "G": G, "T": T, "S": 0, "D": D, "E": v.shape[2]},
+            **{"q": nowhere, "k": rows[0], "v": rows[1], "left": 0, "scale": 1, "tolerance": 0},
+            num_pages=k_pages.shape[0],
+            page_keys=k_pages.shape[1],
+        )
+        self._tokens = core.NewTokens(k=rows[2], v=rows[3], key_bound=0)
+
+    def __call__(
+        self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_norms: Tensor | None
+    ) -> None:
+        addresses = (
+            0 if x is None else x.data_ptr()
+            for x in (self._slots, k, v, k_pages, v_pages, page_norms)
+        )
+        core.write(self._call, self._tokens, *addresses)
+
+
+def takes_as_they_lie(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_norms: Tensor | None
+) -> bool:
+    """Whether the core reads and writes these arrays without a copy, and nobody looks on."""
+    arrays = k, v, k_pages, v_pages
+    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+    return (
+        core.WHY_MISSING is None
+        and all(x.is_cpu and x.stride(-1) == 1 for x in arrays)
+        and (page_norms is None or (page_norms.dtype == wide and page_norms.is_contiguous()))
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in arrays))
+        and unobserved(*arrays, page_norms)
+    )
+
+
+def _empty(asked: Sequences, only_out: bool) -> Results:
+    q, v, left = asked.q, asked.v, asked.left
+    total, H, _ = q.shape
+    narrow = q.dtype == torch.bfloat16 and not asked.precise  # written in it at once
+    out = (q if narrow else left).new_empty(total, H, v.shape[-1])
+    if only_out:
+        return Results(out, *[_NOTHING] * 3)
+    rows, tiles = (total, H), 2 * (total // core.TILE_ROWS + len(left))
+    visited = torch.zeros(H, tiles, 2, dtype=torch.int32)
+    return Results(out, left.new_empty(rows), left.new_empty(rows), visited)
 
 
 class _Direct(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Attention to caches in pages, as engines that serve models keep them."""
 
 import functools
-from typing import Any, NamedTuple, TypedDict, Unpack
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from linbias import _request
 from linbias._request import Described, Rule, axes, keywords
-from linbias.torch.call import Slopes, as_slopes, describe, described, signature, widen
+from linbias.torch.call import Slopes, describe, described, signature
 from linbias.torch.operators.direct import unobserved
 from linbias.torch.operators.operator import without_autocast
 from linbias.torch.operators.values import known_values
@@ -17,7 +18,8 @@ from linbias.torch.packed import offsets, placing
 from linbias.torch.packed.offsets import Pages
 from linbias.torch.packed.placing import Placed
 from linbias.torch.packed.sequences import Packed
-from linbias.torch.packed.varlen import attention_varlen
+from linbias.torch.packed.varlen import Shared as Options
+from linbias.torch.packed.varlen import attention_varlen, take_slopes
 from linbias.torch.shard import refuse_shard
 
 _RULES = {
@@ -31,19 +33,6 @@ _RULES = {
     "v": Rule(axes("n G E"), "floats"),
     "slots": Rule(axes("n"), "integers"),
 }
-
-
-class Options(TypedDict, total=False):
-    """The keywords of `attention` that caches in pages have too."""
-
-    causal: bool
-    right_slopes: Slopes | None
-    scale: float | None
-    key_range: Tensor | None
-    query_start: Tensor | None
-    window: tuple[int, int] | None
-    query_range: Tensor | None
-    tolerance: float | None
 
 
 @keywords.show_keywords(Options)
@@ -69,8 +58,8 @@ def attention_paged(
     one call, mixed. New keys are in the pages already (`write_pages`). Sequences may have pages in
     common. Within a sequence everything is as for `attention`; nothing is differentiated.
 
-    The compiled core and the Triton kernels follow the table and copy nothing; with page_norms they
-    do not touch pages that no query reaches. Other implementations gather the pages first.
+    The compiled core and the Triton kernels follow the table and copy nothing; with page_norms
+    they do not touch pages that no query reaches. Other implementations gather the pages first.
 
     Args:
         q: [total_q, H, D].
@@ -142,55 +131,52 @@ def write_pages(
         >>> k_pages[2, 1], norms[2]
         (tensor([[3., 4.]]), tensor([5.0000]))
     """
-    function = "write_pages"
-    arrays = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, "slots": slots}
-    _check_arrays(function, **arrays, page_norms=page_norms)
-    write_rows(k, v, k_pages, v_pages, rows_of(function, slots, k_pages), page_norms)
+    arrays = k, v, k_pages, v_pages, page_norms
+    writer("write_pages", slots, *arrays)(*arrays)
 
 
-class Rows(NamedTuple):
-    """Where new tokens are written."""
-
-    page: Tensor  # [written]
-    row: Tensor  # [written], of the page
-    fresh: Tensor  # the pages that begin anew
-    written: Tensor | None  # [n], which tokens are; None: all
+Write = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 
 
-def rows_of(function: str, slots: Tensor, k_pages: Tensor) -> Rows:
-    """The pages and rows of slots [n], checked where their values are known."""
-    num_pages, page_size = k_pages.shape[:2]
-    slots, known, written = slots.long(), known_values(slots), None
-    if known is not None and known.max(initial=-1) >= num_pages * page_size:
-        raise ValueError(
-            f"{function}: slots must be below {num_pages * page_size}, the rows of all pages,"
-            f" got {known.max()}"
-        )
-    if known is None or known.min(initial=0) < 0:
-        written = slots >= 0
-        slots = slots[written]
-    page, row = slots // page_size, slots % page_size
-    return Rows(page, row, page[row == 0], written)
-
-
-def write_rows(
+def writer(
+    function: str,
+    slots: Tensor,
     k: Tensor,
     v: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    rows: Rows,
     page_norms: Tensor | None,
-) -> None:
-    """Write keys and values [n, G, size] that fit the pages."""
-    page, row, fresh, written = rows
-    if written is not None:
-        k, v = k[written], v[written]
-    k_pages[page, row], v_pages[page, row] = k, v
-    if page_norms is None:
-        return
-    norms = norms_of(k, v, page_norms.dtype)
-    page_norms[fresh] = 0
-    page_norms.scatter_reduce_(0, page[:, None].expand_as(norms), norms, "amax")
+) -> Write:
+    """Check arrays for `write_pages`; returns what writes them, and others of the same form."""
+    arrays = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, "slots": slots}
+    _check_arrays(function, **arrays, page_norms=page_norms)
+    num_slots, known = k_pages.shape[:2].numel(), known_values(slots)
+    if known is not None and known.max(initial=-1) >= num_slots:
+        raise ValueError(
+            f"{function}: slots must be below {num_slots}, the rows of all pages, got"
+            f" {known.max()}"
+        )
+    by_core = known is not None and offsets.takes_as_they_lie(k, v, k_pages, v_pages, page_norms)
+    return offsets.Writer(slots, k, v, k_pages, v_pages) if by_core else _Writer(slots)
+
+
+class _Writer:
+    """Writes to slots by PyTorch's operations."""
+
+    def __init__(self, slots: Tensor) -> None:
+        self._slots = slots.long()
+
+    def __call__(
+        self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_norms: Tensor | None
+    ) -> None:
+        written = self._slots >= 0
+        slots, k, v = self._slots[written], k[written], v[written]
+        page, row = slots // k_pages.shape[1], slots % k_pages.shape[1]
+        k_pages[page, row], v_pages[page, row] = k, v
+        if page_norms is not None:
+            norms = norms_of(k, v, page_norms.dtype)
+            page_norms[page[row == 0]] = 0
+            page_norms.scatter_reduce_(0, page[:, None].expand_as(norms), norms, "amax")
 
 
 def norms_of(k: Tensor, v: Tensor, wide: torch.dtype) -> Tensor:
@@ -236,13 +222,7 @@ def check(
                     " have; call it under torch.no_grad(), or attention_varlen"
                 )
     asked: dict[str, Any] = {**options}
-    widen(asked)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    sides = {"slopes": slopes, "right_slopes": asked.pop("right_slopes", None)}
-    left, right = (
-        None if x is None else as_slopes(function, name, x, wide, q.device)
-        for name, x in sides.items()
-    )
+    left, right = take_slopes(function, q, slopes, asked)
     call = Packed(
         q=q,
         k=k_pages,

@@ -1,15 +1,47 @@
 """A step of a model whose layers keep keys in pages: what they have in common, checked once.
 
 An engine calls attention once for each layer, with the same sequences, tables and slots; for one
-token to check all of it again takes longer than to compute.
+token to check and describe all of it again takes longer than to compute.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from linbias.torch.operators.operator import without_autocast
+from linbias.torch.impl import cpu
 from linbias.torch.packed import offsets, paged
+
+
+class Layer:
+    """What a layer has in all steps. Its tensors keep their numbers of rows and their places.
+
+    Args:
+        k_pages, v_pages, page_norms: As for `attention_paged`.
+        slopes: [H], in float32 (float64 for pages in float64).
+        scale, window: As for `attention`.
+    """
+
+    def __init__(
+        self,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        slopes: Tensor,
+        page_norms: Tensor | None,
+        *,
+        scale: float,
+        window: tuple[int, int] | None = None,
+    ) -> None:
+        self.arrays = k_pages, v_pages, slopes, page_norms
+        self.options: paged.Options = {"scale": scale, "window": window}
+        self.form = scale, window, *map(_form, self.arrays)
+        self._left, self._num_sequences = slopes.contiguous(), 1
+
+    def left(self, num_sequences: int) -> Tensor:
+        """[num_sequences, H], contiguous: the same tensor as long as they are as many."""
+        if num_sequences != self._num_sequences:
+            self._left = self.arrays[2].expand(num_sequences, -1).contiguous()
+            self._num_sequences = num_sequences
+        return self._left
 
 
 class Step:
@@ -22,11 +54,13 @@ class Step:
     Example:
         >>> import torch
         >>> pages, new = torch.zeros(2, 3, 4, 1, 2), torch.ones(1, 1, 2)
+        >>> layer = Layer(*pages, torch.tensor([0.5]), torch.zeros(3, 1), scale=1.0)
         >>> table, ends = torch.tensor([[2]]), torch.tensor([0, 1])
         >>> step = Step(table, torch.tensor([1]), ends, slots=torch.tensor([8]))
-        >>> norms = torch.zeros(3, 1)
-        >>> step.write(new, 2 * new, *pages, norms)
-        >>> step.attention(new, *pages, torch.tensor([0.5]), norms, scale=1.0).tolist()
+        >>> step.write(layer, new, 2 * new)
+        >>> out = torch.empty(1, 1, 2)
+        >>> step.attention(layer, new, out)
+        >>> out.tolist()
         [[[2.0, 2.0]]]
     """
 
@@ -35,67 +69,55 @@ class Step:
     ) -> None:
         self._where = block_table, seq_lens, cu_seqlens_q
         self._slots = slots
-        self._rows: dict[Any, paged.Rows] = {}
-        self._asked: dict[Any, offsets.Sequences | None] = {}
+        self._writers: dict[Any, paged.Write] = {}
+        self._calls: dict[Any, offsets.Layers | None] = {}
 
-    def write(
-        self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_norms: Tensor | None
-    ) -> None:
-        """`write_pages` to the slots of the step; only these are checked."""
-        size = k_pages.shape[:2]
-        if size not in self._rows:
-            self._rows[size] = paged.rows_of("write_pages", self._slots, k_pages)
-        paged.write_rows(k, v, k_pages, v_pages, self._rows[size], page_norms)
+    def write(self, layer: Layer, k: Tensor, v: Tensor) -> None:
+        """`write_pages` to the slots of the step, checked where none of this form was before."""
+        k_pages, v_pages, _, page_norms = layer.arrays
+        form = layer.form, _form(k), _form(v)
+        if form not in self._writers:
+            arrays = k, v, k_pages, v_pages, page_norms
+            self._writers[form] = paged.writer("write_pages", self._slots, *arrays)
+        self._writers[form](k, v, k_pages, v_pages, page_norms)
 
-    def attention(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        slopes: Tensor,
-        page_norms: Tensor | None,
-        *,
-        scale: float,
-        window: tuple[int, int] | None = None,
-    ) -> Tensor:
-        """`attention_paged` of a layer, checked where no layer of its shapes was before.
-
-        Args:
-            slopes: [H], in float32 (float64 for q in float64).
-            page_norms: Likewise; given by all layers or by none.
-
-        Returns:
-            [total_q, H, E].
+    def attention(self, layer: Layer, q: Tensor, out: Tensor) -> None:
+        """Fill `out` [total_q, H, E], in q's dtype, with `attention_paged` of a layer, checked and
+        described where none of this form was before.
         """
+        k_pages, v_pages, slopes, page_norms = layer.arrays
+        form = layer.form, _form(q), _form(out)
+        if form not in self._calls:
+            self._calls[form] = self._describe(layer, q, out)
+        call = self._calls[form]
+        if call is not None:
+            call.compute(q, k_pages, v_pages, layer.left(call.num_sequences), page_norms, out)
+        else:
+            block_table, seq_lens, cu_seqlens_q = self._where
+            given = q, k_pages, v_pages, block_table, seq_lens, slopes
+            how: Any = {"cu_seqlens_q": cu_seqlens_q, "page_norms": page_norms, **layer.options}
+            out.copy_(paged.attention_paged(*given, **how))
+
+    def _describe(self, layer: Layer, q: Tensor, out: Tensor) -> offsets.Layers | None:
+        """None: the core does not take arrays of this form as they lie."""
+        k_pages, v_pages, slopes, page_norms = layer.arrays
         block_table, seq_lens, cu_seqlens_q = self._where
-        arguments = q, k_pages, v_pages, block_table, seq_lens, slopes
-        kind = window, q.shape, q.dtype, k_pages.shape, v_pages.shape
-        if kind not in self._asked:
-            call, placed, pages = paged.check(
-                "attention_paged",
-                (*arguments, cu_seqlens_q, page_norms),
-                "auto",
-                {"window": window},
-            )
-            self._asked[kind] = offsets.prepare(call, placed, pages)
-        asked = self._asked[kind]
-        if asked is None:
-            out = paged.attention_paged(
-                *arguments,
-                cu_seqlens_q=cu_seqlens_q,
-                page_norms=page_norms,
-                scale=scale,
-                window=window,
-            )
-            assert isinstance(out, Tensor)
-            return out
-        asked = asked._replace(
-            q=q,
-            k=k_pages,
-            v=v_pages,
-            left=slopes.expand_as(asked.left),
-            scale=scale,
-            page_norms=page_norms,
-        )
-        with without_autocast(q.device):
-            return offsets.compute(asked, with_lse=False)[0]
+        given = q, k_pages, v_pages, block_table, seq_lens, slopes, cu_seqlens_q, page_norms
+        asked = offsets.prepare(*paged.check("attention_paged", given, "auto", layer.options))
+        if (
+            asked is None
+            or asked.implementation != cpu.NAME
+            or not offsets.takes_as_they_lie(q, out, k_pages, v_pages, page_norms)
+            or not out.is_contiguous()
+            or (out.shape, out.dtype) != ((*q.shape[:2], v_pages.shape[-1]), q.dtype)
+            or slopes.dtype != asked.left.dtype
+        ):
+            return None
+        return offsets.Layers(asked)
+
+
+def _form(x: Tensor | None) -> Any:
+    """All that decides how the core reads an array, but for its address."""
+    if x is None:
+        return None
+    return type(x), x.dtype, x.device, x.shape, x.stride(), x.is_neg()

@@ -1,5 +1,5 @@
-"""`attention_varlen`: packed sequences, by their offsets in one call of the compiled core or of the
-Triton kernels, and for other implementations in batches of about the same length.
+"""`attention_varlen`: packed sequences, by their offsets in one call of the compiled core or of
+Triton's kernels, and for other implementations in batches of about the same length.
 """
 
 from collections import defaultdict
@@ -35,20 +35,25 @@ from linbias.torch.standing import Positions
 _GRAIN = 64
 
 
-class Options(TypedDict, total=False):
-    """The keywords of `attention` that packed sequences have too."""
+class Shared(TypedDict, total=False):
+    """The keywords of `attention` that packed sequences and caches in pages have too."""
 
     causal: bool
     right_slopes: Slopes | None
     scale: float | None
     key_range: Tensor | None
     query_start: Tensor | None
-    positions: Positions | None
-    query_positions: Positions | None
     window: tuple[int, int] | None
     query_range: Tensor | None
-    dropout: float
     tolerance: float | None
+
+
+class Options(Shared, total=False):
+    """Those that packed sequences alone have too."""
+
+    positions: Positions | None
+    query_positions: Positions | None
+    dropout: float
 
 
 @keywords.show_keywords(Options)
@@ -104,15 +109,9 @@ def attention_varlen(
             raise ValueError(
                 f"attention_varlen: {name} must have 3 axes, total, heads, size, got {list(shape)}"
             )
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     given: dict[str, Any] = {**options}
     _as_places(given, q, k)
-    widen(given)
-    sides = ("slopes", slopes), ("right_slopes", given.pop("right_slopes", None))
-    left, right = (
-        None if slope is None else as_slopes("attention_varlen", name, slope, wide, q.device)
-        for name, slope in sides
-    )
+    left, right = take_slopes("attention_varlen", q, slopes, given)
     call = packed.Packed(
         q=q,
         k=k,
@@ -131,6 +130,19 @@ def attention_varlen(
     else:
         out, lse = _run(call)
     return (out, lse) if return_lse else out
+
+
+def take_slopes(
+    function: str, q: Tensor, slopes: Slopes | None, options: dict[str, Any]
+) -> list[Tensor | None]:
+    """Those of both sides, wide; integers among the options become int64."""
+    widen(options)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    sides = {"slopes": slopes, "right_slopes": options.pop("right_slopes", None)}
+    return [
+        None if x is None else as_slopes(function, name, x, wide, q.device)
+        for name, x in sides.items()
+    ]
 
 
 def _run(call: packed.Packed) -> packed.Results:
