@@ -239,7 +239,10 @@ def decode_kernel(call, parts, BOUND, log_share, slack, SHAPE: tl.constexpr):
     CERTIFY: tl.constexpr = BOUND is not None
     KEYS: tl.constexpr = SHAPE.keys
     part, num_parts = tl.program_id(1), tl.num_programs(1)
-    queries = read_queries(call, tl.program_id(0) // call.G, tl.program_id(0) % call.G, SHAPE)
+    # The flattest heads, the last, come first, so that long programs start early.
+    index, count = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(0) // call.G
+    head = index % count * call.G + index // count
+    queries = read_queries(call, head // call.G, head % call.G, SHAPE)
     slopes, offsets = queries.slopes, queries.offsets
     columns = tl.arange(0, KEYS)
     acc, row_sum = zeros(SHAPE.rows, SHAPE.padded_E), zeros(SHAPE.rows)
@@ -261,7 +264,7 @@ def decode_kernel(call, parts, BOUND, log_share, slack, SHAPE: tl.constexpr):
             row_sum = row_sum * tl.exp2(row_max - pivot) + weights
             row_max = new_max
         q_norm = norm(queries.q.to(tl.float32), SHAPE.D) * tl.abs(call.scale) * (1 + slack)
-        bound = q_norm * tl.load(BOUND + tl.program_id(0)) * (1 + 3 * slack)
+        bound = q_norm * tl.load(BOUND + head) * (1 + 3 * slack)
         left_count = blocks_to_visit(
             call, queries, left, low, bound, row_max, row_sum, log_share, slack, KEYS, LEFT
         )
@@ -291,7 +294,7 @@ def decode_kernel(call, parts, BOUND, log_share, slack, SHAPE: tl.constexpr):
             True,
         )
         acc, row_max, row_sum = add_block(call, block, v, offsets, acc, row_max, row_sum)
-    rows = (wide(tl.program_id(0)) * num_parts + part) * parts.rows
+    rows = (wide(head) * num_parts + part) * parts.rows
     PART_OUT = parts.out + rows * SHAPE.E
     store_rows(PART_OUT, offsets, queries.present, acc, SHAPE.E, SHAPE.padded_E)
     tl.store(parts.row_max + rows + offsets, row_max, mask=queries.present)
