@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tqdm import tqdm
-
 # Called with the amount that is done and the total, or None where the total is unknown.
 Advance = Callable[[int, int | None], None]
 
@@ -27,6 +25,8 @@ class Pace:
 
 def new_bar(task: str, *, visible: bool, **look: Any) -> Any:
     """A bar behind a task; where standard error is no terminal, it is drawn twice a minute."""
+    from tqdm import tqdm  # which comes with Transformers
+
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(desc=task, disable=not visible, mininterval=seconds, dynamic_ncols=True, **look)
 
