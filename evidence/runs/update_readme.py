@@ -4,9 +4,7 @@ explorer shows of it: `python evidence/runs/update_readme.py`. Nothing measured 
 
 import json
 import re
-import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from matplotlib import rc_context
@@ -216,48 +214,6 @@ def serve_table() -> str:
     return f"{table(['keys', *(f'{n:,}' for n in lengths)], rows)}\n\n{text}"
 
 
-def answers_table() -> str:
-    """Whole answers of vLLM's server by its own client: tokens a second and waits."""
-    records = newest_records("serve-answers-")
-    rounds = defaultdict(list)
-    for r in records:
-        prompt = int(r["case"].removeprefix("serve-answers-"))
-        rounds[prompt, r["at_once"], r["implementation"]].append(r)
-    rows = [
-        [
-            f"{prompt:,}",
-            str(at_once),
-            name,
-            *(
-                f"{statistics.median(r[key] for r in found) / unit:.{digits}f}"
-                for key, unit, digits in (
-                    ("output_throughput", 1, 1),
-                    ("median_ttft_ms", 1e3, 1),
-                    ("median_tpot_ms", 1, 0),
-                    ("peak_memory_bytes", 2**30, 1),
-                )
-            ),
-        ]
-        for (prompt, at_once, name), found in sorted(
-            rounds.items(), key=lambda one: (*one[0][:2], one[0][2] != "vLLM")
-        )
-    ]
-    head = [
-        "prompt",
-        "at once",
-        "",
-        "tokens a second",
-        "first token, s",
-        "next, ms",
-        "memory, GiB",
-    ]
-    text = (
-        f"BLOOM-560m's shape with random weights, {records[-1]['dtype']}, {records[-1]['tokens']}"
-        f" new tokens; {where(records[-1])}, `{BENCH}/bench_serve.py`."
-    )
-    return f"{table(head, rows)}\n\n{text}"
-
-
 def experiment_figure(*, dark: bool = False) -> bytes:
     """The plot of the comparison, as an SVG file's bytes."""
     sys.path.append(str(ROOT / "docs"))
@@ -373,7 +329,6 @@ def written_parts() -> dict[tuple[str, str], str]:
         ("docs/kernels.md", "around"): around_table(),
         ("docs/faq.md", "busy"): busy_table(),
         ("docs/guides/serve-vllm.md", "serve"): serve_table(),
-        ("docs/guides/serve-vllm.md", "answers"): answers_table(),
         ("docs/jax.md", "benchmark"): jax_table(),
         ("docs/guides/train-short.md", "extrapolation"): extrapolation_tables(),
         ("docs/guides/train-short.md", "learned steps"): learned_steps_tables(),
