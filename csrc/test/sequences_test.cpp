@@ -344,6 +344,32 @@ void test_visited_in_a_narrower_range() {
   });
 }
 
+// New tokens go to the rows that their slots say, in any order, and nowhere for slots of no page; norms begin again
+// with a page.
+void test_writing_to_pages() {
+  constexpr std::int64_t T = 5, G = 2, D = 3, E = 2, kPage = 4, kPages = 3;
+  const std::vector<std::int64_t> slots = {5, kPage * kPages, -1, 4, 9};
+  std::vector<double> k(T * G * D, 2), v(T * G * E, 3), norms(kPages * G, 7);
+  v[E] = kNan;  // of head 1 of token 0
+  Call call;
+  call.dtype = DType::float64;
+  call.B = 1, call.H = call.G = G, call.T = T, call.D = D, call.E = E, call.page_keys = kPage, call.num_pages = kPages;
+  on_every_target([&] {
+    std::vector<double> keys(kPages * kPage * G * D, -1), values(kPages * kPage * G * E, -1), bound = norms;
+    call.k = {keys.data(), kPage * G * D, D, G * D}, call.v = {values.data(), kPage * G * E, E, G * E};
+    write(call, {{k.data(), 0, D, G * D}, {v.data(), 0, E, G * E}, bound.data()}, slots.data());
+    for (std::int64_t row = 0; row < kPages * kPage; ++row) {
+      const bool written = row == 4 || row == 5 || row == 9;
+      check(keys[row * G * D] == (written ? 2 : -1), target(), "keys where slots say");
+      check(values[row * G * E] == (written ? 3 : -1), target(), "values where slots say");
+    }
+    const double length = std::sqrt(12);
+    check(bound[0] == 7 && bound[4] == 7, target(), "norms of pages without a longer key stay");
+    check(bound[2] >= length && bound[2] < length * 1.001, target(), "norms begin again with a page");
+    check(std::isnan(bound[3]), target(), "no norm beside a value that is not finite");
+  });
+}
+
 }  // namespace
 
 void test_sequences() {
@@ -373,6 +399,7 @@ void test_sequences() {
   test_keys_that_only_a_bound_knows_of();
   test_the_longest_key_and_query_count();
   test_visited_in_a_narrower_range();
+  test_writing_to_pages();
 }
 
 }  // namespace linbias::testing

@@ -15,8 +15,8 @@ from linbias.torch.functional import Options
 from linbias.torch.impl import cpu
 from linbias.torch.operators.operator import Inputs
 from linbias.torch.packed import offsets
-from linbias.torch.packed.paged import Options as PagedOptions
 from linbias.torch.packed.paged import check
+from linbias.torch.packed.varlen import Shared
 
 
 class Visited(NamedTuple):
@@ -78,7 +78,7 @@ def visited(
     return _told(chosen, inputs, chosen.operators.forward(*inputs._replace(precise=True))[3])
 
 
-@keywords.show_keywords(PagedOptions)
+@keywords.show_keywords(Shared)
 def visited_paged(
     q: Tensor,
     k_pages: Tensor,
@@ -89,7 +89,7 @@ def visited_paged(
     *,
     cu_seqlens_q: Tensor,
     page_norms: Tensor | None = None,
-    **options: Unpack[PagedOptions],
+    **options: Unpack[Shared],
 ) -> list[Visited]:
     """Find out which keys the compiled core reads for these arguments of `attention_paged`.
 

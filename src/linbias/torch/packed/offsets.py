@@ -228,12 +228,23 @@ class Writer:
 
     def __init__(self, slots: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor):
         self._slots = slots.to("cpu", torch.int64).contiguous()
-        (T, G, D), nowhere, copies = k.shape, core.Array(0, 0, 0, 0), []
+        (T, G, D), copies = k.shape, list[Tensor]()
         rows = [_rows(x, copies) for x in (k_pages, v_pages, k, v)]
         self._call = core.Call(
             dtype=DTYPES[k.dtype],
-            **{"B": 1, "H": G, "G": G, "T": T, "S": 0, "D": D, "E": v.shape[2]},
-            **{"q": nowhere, "k": rows[0], "v": rows[1], "left": 0, "scale": 1, "tolerance": 0},
+            B=1,
+            H=G,
+            G=G,
+            T=T,
+            S=0,
+            D=D,
+            E=v.shape[2],
+            left=0,
+            q=core.Array(0, 0, 0, 0),
+            k=rows[0],
+            v=rows[1],
+            scale=1.0,
+            tolerance=0.0,
             num_pages=k_pages.shape[0],
             page_keys=k_pages.shape[1],
         )

@@ -18,8 +18,7 @@ from linbias.torch.packed import offsets, placing
 from linbias.torch.packed.offsets import Pages
 from linbias.torch.packed.placing import Placed
 from linbias.torch.packed.sequences import Packed
-from linbias.torch.packed.varlen import Shared as Options
-from linbias.torch.packed.varlen import attention_varlen, take_slopes
+from linbias.torch.packed.varlen import Shared, attention_varlen, take_slopes
 from linbias.torch.shard import refuse_shard
 
 _RULES = {
@@ -35,7 +34,7 @@ _RULES = {
 }
 
 
-@keywords.show_keywords(Options)
+@keywords.show_keywords(Shared)
 def attention_paged(
     q: Tensor,
     k_pages: Tensor,
@@ -48,7 +47,7 @@ def attention_paged(
     page_norms: Tensor | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[Shared],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run `attention` of new tokens on caches whose keys and values lie in pages.
 
@@ -191,11 +190,11 @@ Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Slopes | None, Tensor,
 
 
 def check(
-    function: str, given: Arguments, implementation: str, options: Options
+    function: str, given: Arguments, implementation: str, options: Shared
 ) -> tuple[Packed, Placed, Pages]:
     """What the arguments ask for, and where queries and keys lie."""
     q, k_pages, v_pages, block_table, seq_lens, slopes, cu_seqlens_q, page_norms = given
-    if not options.keys() <= Options.__annotations__.keys():
+    if not options.keys() <= Shared.__annotations__.keys():
         keywords.refuse_unknown(function, options, attention_paged)
     refuse_shard(function)
     _check_arrays(

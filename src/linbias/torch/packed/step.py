@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linbias.torch.impl import cpu
 from linbias.torch.packed import offsets, paged
+from linbias.torch.packed.varlen import Shared
 
 
 class Layer:
@@ -32,7 +33,7 @@ class Layer:
         window: tuple[int, int] | None = None,
     ) -> None:
         self.arrays = k_pages, v_pages, slopes, page_norms
-        self.options: paged.Options = {"scale": scale, "window": window}
+        self.options: Shared = {"scale": scale, "window": window}
         self.form = scale, window, *map(_form, self.arrays)
         self._left, self._num_sequences = slopes.contiguous(), 1
 
@@ -96,7 +97,9 @@ class Step:
             block_table, seq_lens, cu_seqlens_q = self._where
             given = q, k_pages, v_pages, block_table, seq_lens, slopes
             how: Any = {"cu_seqlens_q": cu_seqlens_q, "page_norms": page_norms, **layer.options}
-            out.copy_(paged.attention_paged(*given, **how))
+            computed = paged.attention_paged(*given, **how)
+            assert isinstance(computed, Tensor)  # no lse was asked for
+            out.copy_(computed)
 
     def _describe(self, layer: Layer, q: Tensor, out: Tensor) -> offsets.Layers | None:
         """None: the core does not take arrays of this form as they lie."""
