@@ -22,12 +22,10 @@ pytestmark = [
 ]
 
 CASES = [case for case in short() if case.S < 100 and not case.places and not case.dropout]
-PACKED = [*((case, "float32") for case in CASES), *product(CASES[::4], ("bfloat16",))]
+PACKED = [(case, TWO_TYPES[i // 2 % 2]) for i, case in enumerate(CASES[::2])]
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"), rows("asymmetric-per-batch-float32 range-per-head-float32", *PACKED)
-)
+@pytest.mark.parametrize(("case", "dtype"), rows(lambda case, _: case == PACKED[0][0], *PACKED))
 def test_contract_of_packed_sequences(case, dtype, poisoned_memory):
     with mock.patch.object(by_triton, "forward", wraps=by_triton.forward) as kernels:
         check_case(EndToEnd("triton"), little(case), dtype, again=False)
@@ -38,7 +36,7 @@ FAR = [*LONG, *(c for c in RANGED.values() if c.S > 60 and not c.places)]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", LONG[::3], ids=lambda case: case.name)
 def test_contract_of_packed_sequences_where_keys_are_left_out(case):
     heads = 2 if case.G == 2 else 1
     case = replace(case, dropout=0.0, left="steep", H=heads, G=heads)
@@ -51,7 +49,7 @@ def is_its_turn(index):
 
 PAGED = [
     pytest.param(case, TWO_TYPES[i % 2], i % 3 > 0, id=case.name, marks=is_its_turn(i))
-    for i, case in enumerate((*DECODING, *FAR))
+    for i, case in enumerate((*DECODING, *FAR[::2]))
 ]
 
 
