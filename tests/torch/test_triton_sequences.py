@@ -67,7 +67,7 @@ SEVERAL = (3, 0, 40, 2, 70, 1), (3, 4, 57, 0, 130, 100)
 
 @pytest.mark.parametrize("causal", (True, False))
 @pytest.mark.parametrize("window", (None, (30, 0)))
-def test_sequences_of_several_lengths_are_as_each_alone(causal, window):
+def test_sequences_of_several_lengths_are_as_each_alone(causal, window, poisoned_memory):
     """With the gradients of slopes of their own; some have no queries, or no keys."""
     q, k, v = (
         torch.randn(sum(lengths), heads, 8, requires_grad=True)
@@ -86,6 +86,35 @@ def test_sequences_of_several_lengths_are_as_each_alone(causal, window):
         found.append((out, seen, *torch.autograd.grad(loss, (q, k, v, left))))
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_more_sequences_than_are_looked_at_together():
+    lengths = torch.arange(140) % 3
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    q, k, v = (torch.randn(int(offsets[-1]), 2, 8, requires_grad=True) for _ in range(3))
+    found = []
+    for implementation in ("triton", "dense"):
+        out = attention_varlen(q, k, v, offsets, offsets, implementation=implementation)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        assert out.is_contiguous()
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_no_pages_and_no_columns_of_a_table():
+    q, pages = torch.randn(2, 2, 8), torch.zeros(0, 16, 2, 8)
+    for table in (torch.zeros(1, 0, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32)):
+        out = attention_paged(
+            q,
+            pages,
+            pages,
+            table,
+            torch.tensor([0]),
+            cu_seqlens_q=torch.tensor([0, 2]),
+            page_norms=torch.zeros(0, 2),
+            implementation="triton",
+        )
+        assert torch.equal(out, torch.zeros_like(q))
 
 
 def test_dropout_of_sequences_is_drawn_again_in_backward():

@@ -5,6 +5,7 @@ own kernels order them within a page as their instructions like it; ours keeps p
 before the values. A layer is therefore ours altogether, or the engine's.
 """
 
+from math import nan
 from typing import Any
 
 from torch import Tensor
@@ -90,7 +91,8 @@ class Layer(CPUAttentionBackendImpl):
                 " not; LINBIAS_VLLM=0 gives it to the engine's own attention"
             )
         if kv_cache is not self.cache:
-            self.cache, norms = kv_cache, kv_cache.new_zeros(kv_cache.shape[:2]).float()
+            # Of pages that nobody wrote yet nothing is known.
+            self.cache, norms = kv_cache, kv_cache.new_full(kv_cache.shape[:2], nan).float()
             arrays = *_pages(kv_cache), self.alibi_slopes, norms if self.keeps_norms else None
             # The engine counts a query's own key as well.
             window = None if self.sliding_window == -1 else (self.sliding_window - 1, 0)

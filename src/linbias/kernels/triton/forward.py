@@ -40,8 +40,9 @@ from linbias.kernels.triton.tile import (
     zeros,
 )
 
-# Bits by which a score may exceed the maximum that its row keeps: sums stay far below overflow.
-MOST_ABOVE: tl.constexpr = tl.constexpr(16.0)
+# Bits by which a score may exceed the maximum that its row keeps: float16 ends at 2^16, and
+# dropout enlarges weights.
+MOST_ABOVE: tl.constexpr = tl.constexpr(8.0)
 # Of keys; with so few it does not pay to measure them in order to leave some out (reasoned, not
 # measured).
 FEWEST_BLOCKS = 16
@@ -101,7 +102,8 @@ def forward_kernel(call, certificate, OUT, ROW_MAX, LOG_SUM, VISITED, SHAPE: tl.
             else:
                 slope, sight = tile.slopes.right, tile.slopes.right_sight
                 most = tl.cdiv(tile.end, KEYS) - high // KEYS
-            most = tl.where(sight > 0, tl.maximum(most, 0), 0)
+            some = (sight > 0) & (tile.start < tile.sequence.T)
+            most = tl.where(some, tl.maximum(most, 0), 0)
             visited, needed = 0, 0
             for turn in tl.range(0, 2 if CERTIFY else 1):
                 count = most

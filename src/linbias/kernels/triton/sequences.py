@@ -25,7 +25,7 @@ class Sequences(NamedTuple):
     key_offsets: Tensor  # [n + 1], int32; of keys in pages, as if they were packed
     longest: tuple[int, int]  # queries and keys of a sequence, at most
     num_keys: int  # of all sequences
-    table: Tensor | None  # [n, pages], int32, contiguous, the last axis; None: keys are packed
+    table: Tensor | None  # [n, pages], int32, contiguous; None: keys are packed
     page_norms: Tensor | None  # [num_pages, G], float32, contiguous; see `attention_paged`
     page_keys: int
 
@@ -149,8 +149,10 @@ def norms_of_pages(call, sequence, g, keys, inside):
 
 
 def bounds_of_pages(given: Sequences) -> Tensor | None:
-    """[n, G]: at least the norm of every key of a sequence; None where pages have no norms."""
-    if given.table is None or given.page_norms is None:
+    """[n, G]: at least the norm of every key of a sequence; None where pages have no norms, or
+    there are no keys.
+    """
+    if given.table is None or given.page_norms is None or given.num_keys == 0:
         return None
     pages = torch.arange(given.table.shape[1], device=given.table.device)
     used = pages * given.page_keys < given.key_offsets.diff()[:, None]

@@ -34,9 +34,9 @@ def forward(asked: "Sequences") -> Results:
 
 
 def shown(results: Results) -> tuple[Tensor, Tensor]:
-    """out [total_q, H, E] and lse [total_q, H]."""
+    """out [total_q, H, E] and lse [total_q, H], contiguous as the core's."""
     lse = (results.row_max + results.log_sum) * triton.operators.unit
-    return results.out[0].transpose(0, 1), lse[0].T
+    return results.out[0].transpose(0, 1).contiguous(), lse[0].T.contiguous()
 
 
 def gradients(

@@ -104,6 +104,9 @@ def prepare(call: Packed, placed: Placed, pages: Pages | None) -> Sequences | No
         problem = _pose.__wrapped__(*sizes, *options)
     if (cpu if by == cpu.NAME else triton).why_not(problem):
         return None
+    num_keys = int(placed.lengths_k.sum())
+    if by == triton.NAME and num_keys >= 2**31:  # its offsets have 32 bits; pages may be shared
+        return None
     _request.warn_of_layout("attention", problem, depth=6)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     if left is None:
@@ -133,7 +136,7 @@ def prepare(call: Packed, placed: Placed, pages: Pages | None) -> Sequences | No
         v=v,
         left=left,
         right=right,
-        num_keys=int(placed.lengths_k.sum()),
+        num_keys=num_keys,
         query_offsets=placed.offsets,
         **where,
         key_range=placed.key_range,
@@ -313,12 +316,14 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, compute: Any, *given: Any) -> tuple[Tensor, ...]:
+        ctx.implementation = given[-1][-1]
         return compute(*given)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         raise NotImplementedError(
-            "attention_varlen: cpu gives first derivatives only; implementation='dense' gives all"
+            f"attention_varlen: {ctx.implementation} gives first derivatives only;"
+            " implementation='dense' gives all"
         )
 
 

@@ -35,14 +35,14 @@ class Layer:
         self.arrays = k_pages, v_pages, slopes, page_norms
         self.options: Shared = {"scale": scale, "window": window}
         self.form = scale, window, *map(_form, self.arrays)
-        self._left, self._num_sequences = slopes.contiguous(), 1
+        self._left = slopes[None].contiguous()
 
     def left(self, num_sequences: int) -> Tensor:
         """[num_sequences, H], contiguous: the same tensor as long as they are as many."""
-        if num_sequences != self._num_sequences:
-            self._left = self.arrays[2].expand(num_sequences, -1).contiguous()
-            self._num_sequences = num_sequences
-        return self._left
+        left = self._left
+        if len(left) != num_sequences:
+            left = self._left = self.arrays[2].expand(num_sequences, -1).contiguous()
+        return left
 
 
 class Step:
