@@ -205,7 +205,7 @@ def tiles(options: argparse.Namespace) -> None:
     T = sorted(options.lengths)[len(options.lengths) // 2]
     for H, D in options.shapes:
         q, k, v = random(1, H, T, D, options)
-        slopes, chosen = slopes_of(H, options), triton._sizes(q, v)
+        slopes, chosen = slopes_of(H, options), triton.sizes_for(q, v)
         for kernel, others in tile_choices(chosen, options).items():
             tried = {f"tile {tuple(x)}": chosen._replace(**{kernel: x}) for x in others}
             choices = {"triton, as chosen": chosen, **tried}

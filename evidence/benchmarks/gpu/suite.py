@@ -15,7 +15,7 @@ import record
 ROOT = Path(__file__).resolve().parents[3]
 PROCESSES = max(1, (os.cpu_count() or 1) - 3)  # that compile and test at once
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
-PYTEST += ["-p", "gpu.suite", "tests/torch/test_triton_gpu.py"]
+PYTEST += ["-p", "gpu.suite", "tests/gpu/test_triton_gpu.py"]
 RECORDS, STAGE = "LINBIAS_OUTCOMES", "LINBIAS_STAGE"  # environment variables for the plugin
 
 
