@@ -361,14 +361,16 @@ def certificate_of(call: Call, tile: Tile) -> Certificate:
     """Measure all blocks of a tile's keys."""
     B, _, G, _, S, D, _ = call.lengths
     num_blocks, slack = call.places(S, tile.keys), slack_of(D)
-    center = torch.empty(call.count, G, D, dtype=torch.float32, device=call.k.device)
+    center = torch.empty(call.num_sequences, G, D, dtype=torch.float32, device=call.k.device)
     radius = center.new_empty(B, G, num_blocks)
     given, groups = arguments(call), call.places(S, tile.keys * BLOCKS.value)
     measure_kernel[B * G * groups,](
         given, center, radius, slack, **options(call, tile._replace(num_warps=4))
     )
     reach = radius.new_empty(2, B, G, num_blocks)
-    outwards_kernel[call.count * G, 2](given, radius, reach, KEYS=tile.keys, CHUNK=CHUNK, **FUSION)
+    outwards_kernel[call.num_sequences * G, 2](
+        given, radius, reach, KEYS=tile.keys, CHUNK=CHUNK, **FUSION
+    )
     return Certificate(
         center=center,
         reach=reach,

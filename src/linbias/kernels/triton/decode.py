@@ -349,7 +349,7 @@ def decode(call: Call, num_processors: int, out: Tensor, row_max: Tensor, log_su
         return
     if call.sequences is not None:
         T, S = call.sequences.longest
-    B, tile, rows = call.count, call.sizes.decode, H // G * T
+    B, tile, rows = call.num_sequences, call.sizes.decode, H // G * T
     num_blocks = triton.cdiv(S, tile.keys)
     wanted = triton.cdiv(num_processors * PROGRAMS_PER_PROCESSOR, B * G)
     num_parts = max(1, min(wanted, MOST_PARTS, num_blocks // 2))

@@ -42,7 +42,7 @@ class Call(NamedTuple):
         return B, H, G, T, S if self.sequences is None else self.sequences.num_keys, D, E
 
     @property
-    def count(self) -> int:
+    def num_sequences(self) -> int:
         """How many batch rows or sequences there are."""
         given = self.sequences
         return len(self.q) if given is None else len(given.query_offsets) - 1
@@ -51,7 +51,7 @@ class Call(NamedTuple):
         """How many tiles of `size` of `total` rows or keys a batch row has, or places for them."""
         if self.sequences is None:
             return -(-total // size)
-        return total // size + self.count
+        return total // size + self.num_sequences
 
 
 class Array(NamedTuple):
@@ -110,8 +110,8 @@ def arguments(call: Call) -> Arguments:
         "q": call.q,
         "k": call.k,
         "v": call.v,
-        "left": call.left.expand(call.count, H),
-        "right": None if call.right is None else call.right.expand(call.count, H),
+        "left": call.left.expand(call.num_sequences, H),
+        "right": None if call.right is None else call.right.expand(call.num_sequences, H),
         "key_range": call.key_range,
         "query_start": call.query_start,
         "query_range": call.query_range,

@@ -35,7 +35,7 @@ class Offsets(NamedTuple):
     whether a record that holds None is itself None.
     """
 
-    count: int
+    num_sequences: int
     query_offsets: Tensor | None
     key_offsets: Tensor | None
     table: Any  # an `Array`, or None
@@ -74,7 +74,7 @@ def tiles_of(call, total, SIZE):
     if call.sequences.query_offsets is None:
         return tl.cdiv(total, SIZE)
     else:
-        return total // SIZE + call.sequences.count
+        return total // SIZE + call.sequences.num_sequences
 
 
 @triton.jit
@@ -96,9 +96,9 @@ def find(call, place, b, OF_KEYS: tl.constexpr, SIZE):
     else:
         offsets = call.sequences.key_offsets if OF_KEYS else call.sequences.query_offsets
         found = 0
-        for start in range(0, call.sequences.count, LOOKED_AT):
+        for start in range(0, call.sequences.num_sequences, LOOKED_AT):
             n = start + tl.arange(0, LOOKED_AT)
-            inside = n < call.sequences.count
+            inside = n < call.sequences.num_sequences
             before = tl.load(offsets + n, mask=inside, other=0) // SIZE + n
             found += tl.sum((inside & (before <= place)).to(tl.int32), 0)
         sequence = read_sequence(call, found - 1)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from linbias.kernels.triton import sizes
 from linbias.torch.impl import triton
 from linbias.torch.operators.operator import Gradients, Results
 from linbias.torch.packed import placing
@@ -21,7 +22,7 @@ def forward(asked: "Sequences") -> Results:
     call = describe(asked)
     (_, H, total, _), E = call.q.shape, call.v.shape[3]
     rows = call.q.new_empty(2, 1, H, total, dtype=torch.float32)
-    places = call.places(total, triton.sizes.FEWEST_ROWS)
+    places = call.places(total, sizes.FEWEST_ROWS)
     results = Results(
         out=call.q.new_empty(1, H, total, E),
         row_max=rows[0],
@@ -41,17 +42,20 @@ def shown(results: Results) -> tuple[Tensor, Tensor]:
 
 def gradients(
     asked: "Sequences", saved: Results, dout: Tensor, dlse: Tensor, of_slopes: bool
-) -> Gradients:
-    """Those of q, k, v as the call has them, and unless left out those of slopes [B, H].
+) -> tuple[Tensor, ...]:
+    """Those of q, k, v as the call has them, and of slopes [B, H], zeros unless asked for.
 
     Args:
         dout: [total_q, H, E].
         dlse: [total_q, H].
     """
     call = describe(asked)
-    sides = call.q.new_zeros(2, call.count, call.q.shape[1], dtype=torch.float32)
+    sides = call.q.new_zeros(2, call.num_sequences, call.q.shape[1], dtype=torch.float32)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in call[:3])
     found = Gradients(
-        *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in call[:3]),
+        dq=dq,
+        dk=dk,
+        dv=dv,
         dleft=sides[0] if of_slopes else None,
         dright=sides[1] if of_slopes and call.right is not None else None,
         dpositions=None,
@@ -59,8 +63,7 @@ def gradients(
     )
     in_bits = (dlse.T * triton.operators.unit).contiguous()[None]
     triton.run_backward(call, _heads_first(dout), in_bits, saved, found)
-    rows_first = (x[0].transpose(0, 1) for x in found[:3])
-    return Gradients(*rows_first, sides[0], sides[1], None, None)
+    return *(x[0].transpose(0, 1) for x in (dq, dk, dv)), sides[0], sides[1]
 
 
 def describe(asked: "Sequences") -> "Call":

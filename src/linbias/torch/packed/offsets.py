@@ -335,7 +335,7 @@ def _gradients(dout: Tensor, dlse: Tensor, *given: Any) -> tuple[Tensor, ...]:
     # Where slopes ask for none, blocks may be computed in fewer digits.
     asks = any(x is not None and x.requires_grad for x in tensors[3:5])
     if asked.implementation == triton.NAME:
-        return by_triton.gradients(asked, saved, dout, dlse, asks)[:5]
+        return by_triton.gradients(asked, saved, dout, dlse, asks)
     wide, arrays = asked.left.dtype, [asked.q, asked.k, asked.v]
     computed = [x.new_empty(x.shape, dtype=wide) for x in arrays]
     sides = [asked.left.new_empty(asked.left.shape) for _ in range(2 if asks else 0)]
