@@ -250,9 +250,9 @@ LINBIAS_INLINE Vector<float> load_wide(const Bfloat16* from) {
   typedef uint32_t Wide __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
   Narrow x;
   __builtin_memcpy(&x, from, sizeof x);
-#if defined(__AVX512DQ__)  // __builtin_convertvector is five instructions of GCC's
+#if defined(__AVX512DQ__) && LINBIAS_VECTOR_BYTES == 64  // for convertvector GCC takes five instructions
   const Wide wide = (Wide)_mm512_cvtepu16_epi32((__m256i)x);
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && LINBIAS_VECTOR_BYTES == 32
   const Wide wide = (Wide)_mm256_cvtepu16_epi32((__m128i)x);
 #else
   const Wide wide = __builtin_convertvector(x, Wide);
