@@ -332,7 +332,7 @@ def test_a_far_key_may_exceed_the_maximum_of_a_row(height, little_tiles):
 def test_weights_beside_a_maximum_that_stays_are_finite_in_float16(little_tiles):
     """Where the bound lets a key weigh as much as it may, and dropout enlarges it."""
     q, k, v = torch.zeros(3, 1, 1, 300, 16, dtype=torch.float16)
-    q[..., 280, 0], k[..., 215, 0], v[..., 215, :] = 4, 4.38, 1
+    q[..., 287, 0], k[..., 223, 0], v[..., 223, :] = 4, 4.36, 1
     for seed in range(3):  # of which one keeps the key, but for a chance of 0.1^3
         torch.manual_seed(seed)
         given = {"scale": 1.0, "dropout": 0.1, "implementation": "triton"}
