@@ -33,7 +33,7 @@ _GONE = {
     "--max-bias": "linbias.slopes has it",
     "--slope-scale": "linbias.models.load(folder, slope_scale=2) has it, for linbias.lm.evaluate",
     "--precision": "linbias.models.load(folder, dtype=...) has it, for linbias.lm.evaluate",
-    "--resume": "paper evaluate scores a text at once",
+    "--resume": "a run goes on where the same command is given again; scores are made at once",
     "--csv": "--json prints the same numbers",
     "embed": "linbias.models.embed does it, examples/embed_many.py for a corpus",
     "windows": "linbias reach prints how far heads see",
