@@ -73,7 +73,7 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor |
         k, v = cache.update(k, v, layer)
         if steps is not None:
             lengths = keep_beside(cache, steps.layer, steps.lengths)
-        if method.uses_key_bound:
+        if isinstance(method, LinearBias):
             bound = key_bound(cache.layers[layer])
     if layout.is_packed:
         return _by_texts(q, k, v, layout, how, lengths, bound)

@@ -104,7 +104,7 @@ class Pages:
         copies = k_pages.shape[2] // k.shape[1]
         k, v = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (k, v))
         write_pages(k, v, k_pages, v_pages, self.new_rows)
-        if not (isinstance(method, LinearBias) and method.uses_key_bound):
+        if not isinstance(method, LinearBias):
             return self._attend_one_by_one(q, k_pages, v_pages, method)
         out = attention_paged(
             q,

@@ -43,7 +43,6 @@ NO_OPTIONS = AttendOptions()
 class Position(nn.Module):
     """No positions at all: the causal mask alone, if there is one, hints at order."""
 
-    uses_key_bound = False  # whether `attend` reads options.key_bound
     counts_hidden = False  # whether keys that a mask hides between others take up distance
 
     def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
@@ -112,7 +111,6 @@ class Position(nn.Module):
 class LinearBias:
     """Attend through `linbias.torch.attention`; a method says what scores fall by: `fall`."""
 
-    uses_key_bound = True
     counts_hidden = False
     causal = True
     implementation: str
