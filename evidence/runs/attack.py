@@ -31,7 +31,6 @@ import attack_mass  # noqa: E402
 import attack_proved  # noqa: E402
 import record  # noqa: E402
 from attack_calls import Outcome  # noqa: E402
-from linbias._run.progress import Pace  # noqa: E402
 from markers import RECORDS, Record, fill, parser_of, read  # noqa: E402
 from markers import table as markdown  # noqa: E402
 
@@ -40,7 +39,7 @@ PATH = RECORDS / "attack.jsonl"
 # have an unluckier sum than these forty; a mistake in the code is larger.
 MOST_BUDGETS = 3
 SUMS = ("candidates", "calls", "tiles", "tighter", "asked_again", "over")  # of one subject
-_PACE = Pace()
+_last_line = [time.monotonic()]  # of a log, which gets one a minute
 # By name: of the time, what each takes where all run; and the option and the field that count.
 PARTS = {"mass": (0.45, "candidates"), "proved": (0.1, "heads"), "calls": (0.45, "calls")}
 
@@ -107,7 +106,8 @@ def try_one(part: str, number: int, options: argparse.Namespace) -> Outcome:
 def _progress(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r{text}   ", end="", file=sys.stderr, flush=True)
-    elif _PACE.is_due():
+    elif time.monotonic() - _last_line[0] > 60:
+        _last_line[0] = time.monotonic()
         print(text, file=sys.stderr, flush=True)
 
 

@@ -1,26 +1,12 @@
 """Progress on standard error, as tqdm shows it."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 # Called with the amount that is done and the total, or None where the total is unknown.
 Advance = Callable[[int, int | None], None]
-
-
-class Pace:
-    """Says when a line of a log is due: after 10 seconds, then ever more rarely, to 10 minutes."""
-
-    def __init__(self) -> None:
-        self._last, self._interval = time.monotonic(), 10.0
-
-    def is_due(self) -> bool:
-        now = time.monotonic()
-        if due := now - self._last >= self._interval:
-            self._last, self._interval = now, min(self._interval * 1.25, 600.0)
-        return due
 
 
 def new_bar(task: str, *, visible: bool, **look: Any) -> Any:
