@@ -1,6 +1,6 @@
 """Sequences in one call of the Triton kernels."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -72,8 +72,8 @@ def describe(asked: "Sequences") -> "Call":
 
     q, device = _heads_first(asked.q), asked.q.device
 
-    def there(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        return None if x is None else x.to(device, dtype)
+    def there(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(device)
 
     table, lengths = asked.block_table, asked.seq_lens
     if table is None:
@@ -84,35 +84,34 @@ def describe(asked: "Sequences") -> "Call":
         k, v = (x.transpose(1, 2) for x in (asked.k, asked.v))
         ends = placing.ends(lengths.cpu().long())
         table = table.to(device, torch.int32).contiguous()
-    norms, ranges = asked.page_norms, asked.query_range
-    longest = (int(x.diff().max()) for x in (asked.query_offsets, ends))
+    norms, ranges = asked.page_norms, there(asked.query_range)
     given = sequences.Sequences(
         query_offsets=asked.query_offsets.to(device, torch.int32),
         key_offsets=ends.to(device, torch.int32),
-        longest=(next(longest), next(longest)),
+        longest=(int(asked.query_offsets.diff().max()), int(ends.diff().max())),
         num_keys=asked.num_keys,
         table=table,
         page_norms=None if norms is None else norms.contiguous(),
         page_keys=1 if table is None else asked.k.shape[1],
     )
-    options: dict[str, Any] = {"positions": None, "query_positions": None}
     return launch.Call(
         q=triton.small_strides(q),
         k=triton.small_strides(k),
         v=triton.small_strides(v),
         left=asked.left,
         right=asked.right,
-        key_range=there(asked.key_range, torch.int64),
-        query_start=there(asked.query_start, torch.int64),
-        query_range=None if ranges is None else ranges.to(device)[None],
+        key_range=there(asked.key_range),
+        query_start=there(asked.query_start),
+        query_range=None if ranges is None else ranges[None],
         key_bound=sequences.bounds_of_pages(given),
         seed=asked.seed,
+        positions=None,
+        query_positions=None,
         sequences=given,
         scale=asked.scale,
         dropout=asked.dropout,
         tolerance=asked.tolerance,
         sizes=triton.sizes_for(q, v),
-        **options,
     )
 
 
